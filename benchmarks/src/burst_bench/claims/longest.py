@@ -133,14 +133,13 @@ def peak_of_step(sizes: LongestArguments, engine: str, flags: dict[str, Any], le
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
 
-def tried(sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
+def tried(pool: WorkerPool, sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
     """Run one length, and return its row."""
     began = time.monotonic()
     row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
     row = {name: row[name] for name in ("engine", *SHOWN, "tokens")} | {"offload": row["offload"].partition(":")[0]}
     try:
-        with WorkerPool(sizes.ranks, timeout=900) as pool:  # a step without memory can break a pool
-            peaks = pool.run(peak_of_step, sizes, engine, flags, length, timeout=3600, patience=60)
+        peaks = pool.run(peak_of_step, sizes, engine, flags, length, timeout=3600, patience=60)
     except WorkerError as error:
         if not REFUSED.search(str(error)):  # any other error is a bug
             raise
@@ -164,16 +163,18 @@ def tried(sizes: LongestArguments, engine: str, flags: dict[str, Any], length: i
 def search(sizes: LongestArguments, until: float, tell: Any) -> list[dict[str, Any]]:
     """Run every case at one length before the next length; stop when the monotonic clock reaches ``until``."""
     rows: list[dict[str, Any]] = []
-    going, length = list(CASES), sizes.first
-    while going and length <= sizes.most:
+    going, length, pool = list(CASES), sizes.first, WorkerPool(sizes.ranks, timeout=900)
+    while going and length <= sizes.most and time.monotonic() < until:
         for case in list(going):
-            if time.monotonic() > until:
-                return rows
-            rows.append(tried(sizes, *case, length))
-            tell(rows[-1])
-            if not rows[-1]["fits"]:
-                going.remove(case)
+            if pool.broken:  # by a step without memory
+                pool.close()
+                pool = WorkerPool(sizes.ranks, timeout=900)
+            if time.monotonic() < until:
+                rows.append(tried(pool, sizes, *case, length))
+                tell(rows[-1])
+                going = going if rows[-1]["fits"] else [each for each in going if each != case]
         length *= 2
+    pool.close()
     return rows
 
 
