@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from functools import cached_property
-from itertools import product
+from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,6 @@ from burst_attention import Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
-from burst_attention.plan.assignment import heads
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.program import Program
@@ -29,27 +28,28 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
-from burst_attention.testing import Case, attend, check
+from burst_attention.testing import Case, attend, check, local_world
 from burst_attention.testing.check import compare, relative_l2
 from tests.support.pairwise import covering_array
 from tests.support.schedules import assigned, bytes_moved, make_schedule
 from tests.unit.test_plan import masks
 
-SEQLEN = 150  # divisible by 2 and 3 worlds, ragged over 4 and 8
+SEQLEN = 74  # divisible by 2 ranks, ragged over 3, 4 and 8
 MASKS = {
     "full": Mask(causal=False),
     "causal": Mask(),
-    "window": Mask(window=29),
-    "window both ways": Mask(causal=False, window=23, cu_seqlens=[0, 97, SEQLEN]),
-    "documents": Mask(cu_seqlens=[0, 40, 40, 41, 100, SEQLEN]),
-    "prefix": Mask(prefix=33),
-    "window in documents": Mask(window=21, cu_seqlens=[0, 70, 99, SEQLEN]),
+    "window": Mask(window=15),
+    "window both ways": Mask(causal=False, window=12, cu_seqlens=[0, 47, SEQLEN]),
+    "documents": Mask(cu_seqlens=[0, 20, 20, 21, 50, SEQLEN]),
+    "prefix": Mask(prefix=17),
+    "window in documents": Mask(window=11, cu_seqlens=[0, 35, 49, SEQLEN]),
     "together": Mask(
-        window=19, cu_seqlens=[0, 40, SEQLEN], together=[n // 3 % 5 - n % 29 // 20 for n in range(SEQLEN)]
+        window=10, cu_seqlens=[0, 20, SEQLEN], together=[n // 3 % 5 - n % 29 // 20 for n in range(SEQLEN)]
     ),
-    "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(10)] for i in range(10)], block=16),
+    "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(10)] for i in range(10)], block=8),
 }
 FACTORS = {
+    "world": [2, 3, 4],
     "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
     "mask": list(MASKS),
     "groups": [1, 4, 8],
@@ -58,225 +58,191 @@ FACTORS = {
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],
 }
+CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
+    "ulysses_degree": ["all", 2, "auto"],
+    "cache_qkv": [True, False, "auto"],
+    "chunks": [0, 1, 2, 3, "auto"],
+    "dlse": [True, False],
+}
+SCORED = CUT | {
+    "dtype": [torch.float64, torch.float32],
+    "mask": ["causal", "window both ways", "documents", "together", "blocks"],
+    "ulysses_degree": [1, "all", "auto"],
+    "kernel": ["reference", "blockwise", "auto"],
+    "softcap": [None, 0.7, 3.0],
+    "sinks": [True, False],
+}
 
 
-def case_of(row: dict) -> Case:
-    options = {name: row[name] for name in ("dtype", "layout", "circulate", "route", "kernel")}
-    heads = {"q_heads": 8, "kv_heads": 8 // row["groups"], "head_dim": 16}
-    return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], **options, **heads)
+def case_of(row: dict[str, Any]) -> Case:
+    """Heads that the world divides, of which the groups may be more than key-value heads."""
+    world, mask, groups = (row[name] for name in ("world", "mask", "groups"))
+    options = {name: value for name, value in row.items() if name not in ("world", "mask", "groups")}
+    q_heads = 12 if world == 3 else 8
+    heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[groups], "head_dim": 16}
+    degree = options.get("ulysses_degree", 1)
+    if degree == 1:
+        options |= {"cache_qkv": "auto", "chunks": "auto"}
+    elif degree == 2 and world == 3:
+        options |= {"ulysses_degree": 3}
+    return Case(seqlen=SEQLEN, mask=MASKS[mask], **({"route": "direct"} | heads | options))
 
 
-def failures(cases: list[Case]) -> list[str]:
+def failures(cases: list[Case], group: Any = None) -> list[str]:
     """On a rank: what went wrong, in words."""
     found = []
     for case in cases:
-        report = check(case)
-        assert {row.rank for row in report.rows} == set(range(dist.get_world_size()))
+        report = check(case, group=group)
+        world = dist.get_world_size() if group is None else group.size()
+        assert {row.rank for row in report.rows} == set(range(world))
         assert {row.tensor for row in report.rows} == {"out", "lse", "dq", "dk", "dv", *["dsinks"] * case.sinks}
         found += [f"{report.title}: {row}" for row in report.rows if not row.passed]
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_two_values_meet(pools, world: int) -> None:
-    cases = [case_of(row) for row in covering_array(FACTORS, seed=world)]
-    for found in pools(world).run(failures, cases):
+def check_cases(world: int, cases: list[Case]) -> None:
+    """All are right with as many ranks, as threads."""
+    with local_world(world, timeout=120) as ranks:
+        for found in ranks.run(lambda group: failures(cases, group)):
+            assert not found, "\n".join(found)
+
+
+@cache
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    return covering_array({"whole": FACTORS, "cut": CUT, "scored": SCORED}[kind], seed=2)
+
+
+@pytest.mark.parametrize("world", FACTORS["world"])
+def test_every_two_values_meet(world: int) -> None:
+    check_cases(world, [case_of(row) for row in rows_of("whole") if row["world"] == world])
+
+
+@pytest.mark.parametrize("world", FACTORS["world"])
+def test_every_two_values_meet_with_heads_cut(world: int) -> None:
+    check_cases(world, [case_of(row) for row in rows_of("cut") if row["world"] == world])
+
+
+@pytest.mark.parametrize("world", FACTORS["world"])
+def test_soft_caps_and_sinks(world: int) -> None:
+    cases = [case_of(row | {"logits": 2.0}) for row in rows_of("scored") if row["world"] == world]
+    assert {case.softcap for case in cases} == {None, 0.7, 3.0}
+    check_cases(world, cases)
+
+
+def test_processes(pools) -> None:
+    """Every dtype and route as messages of processes."""
+    factors = {name: FACTORS[name] for name in ("dtype", "circulate", "route")}
+    fixed = {"world": 3, "mask": "window in documents", "groups": 4, "layout": "zigzag", "kernel": "aten-fp32"}
+    cases = [case_of(fixed | row) for row in covering_array(factors)]
+    cases += [case_of(fixed | {"ulysses_degree": 3, "dtype": dtype, "chunks": 2}) for dtype in FACTORS["dtype"]]
+    for found in pools(3).run(failures, cases):
         assert not found, "\n".join(found)
 
 
 @pytest.mark.long
-def test_eight_ranks(pools) -> None:
-    rows = covering_array({name: FACTORS[name] for name in ("layout", "circulate", "route", "mask")}, seed=8)
-    extra = [{"dtype": torch.float32, "groups": 4, "kernel": "aten"}, {"dtype": torch.bfloat16, "groups": 1}]
-    cases = [case_of({"kernel": "aten-fp32"} | row | extra[n % 2]) for n, row in enumerate(rows)]
-    for found in pools(8).run(failures, cases):
-        assert not found, "\n".join(found)
-
-
-CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
-    "cache_qkv": [True, False, "auto"],
-    "chunks": [0, 1, 2, 3, "auto"],
-    "dlse": [True, False],
-}
-
-
-def cut_case(row: dict, world: int) -> Case:
-    """Heads that ``world`` divides, of which the groups may be more than key-value heads."""
-    q_heads = 12 if world == 3 else 8
-    heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[row["groups"]], "head_dim": 16}
-    names = ("dtype", "layout", "circulate", "kernel", "ulysses_degree", "cache_qkv", "chunks", "dlse")
-    options = {name: row[name] for name in names if name in row}
-    return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], route="direct", **options, **heads)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
-    factors = CUT | {"ulysses_degree": [n for n in (2, 3, 4, "auto") if n == "auto" or world % n == 0]}
-    cases = [cut_case(row, world) for row in covering_array(factors, seed=world)]
-    for found in pools(world).run(failures, cases):
-        assert not found, "\n".join(found)
+def test_eight_ranks() -> None:
+    names = ("layout", "circulate", "cache_qkv", "chunks")
+    rows = covering_array({name: CUT[name] for name in names} | {"ulysses_degree": [1, 2, 4, 8]}, seed=8)
+    for n, row in enumerate(rows):
+        row |= {"world": 8, "mask": list(MASKS)[n % 9], "groups": FACTORS["groups"][n % 3], "kernel": "aten"}
+        row |= (
+            {"dtype": torch.float32, "dlse": n % 4 < 2} if n % 2 else {"dtype": torch.bfloat16, "kernel": "aten-fp32"}
+        )
+    check_cases(8, [case_of(row) for row in rows])
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_keys_and_values_gathered_in_one_exchange(pools, world: int) -> None:
-    names = ("layout", "mask", "dtype", "groups", "kernel")
-    cases = [
-        replace(case_of(row | {"route": "direct", "circulate": "key-value"}), gather_kv=True)
-        for row in covering_array({name: FACTORS[name][world - 2 :: 2] for name in names}, seed=world)
-    ]
-    for found in pools(world).run(failures, cases):
-        assert not found, "\n".join(found)
-    for passes in pools(world).run(passes_that_gather, cases[0]):
-        assert passes == {Direction.FORWARD: True, Direction.BACKWARD: True}
-
-
-def passes_that_gather(case: Case) -> dict[Direction, bool]:
-    """On a rank: whether each pass of a call runs a program in which keys and values are gathered."""
+def test_keys_and_values_gathered_in_one_exchange(world: int) -> None:
+    factors = {name: FACTORS[name][world - 2 :: 2] for name in ("layout", "mask", "dtype", "groups", "kernel")}
+    fixed = {"world": world, "circulate": "key-value", "gather_kv": True}
+    cases = [case_of(fixed | row) for row in covering_array(factors, seed=world)]
+    check_cases(world, cases)
     ran, program = {}, Schedule.program
 
     def noted(self: Schedule, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
         ran[direction] = groups.gather
         return program(self, circulate, direction, groups)
 
-    with pytest.MonkeyPatch.context() as patch:
-        plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
+    def gathers(group: Any) -> None:
+        plan = make_plan(SEQLEN, mask=cases[0].mask, strategy=cases[0].strategy, group=group)
         patch.setattr(Schedule, "program", noted)
-        compare(case, plan)
-    return ran
+        compare(cases[0], plan)
 
-
-SCORED = {"softcap": [None, 0.7, 3.0], "sinks": [True, False], "kernel": ["reference", "blockwise", "auto"]}
-SCORED = FACTORS | CUT | SCORED | {"dtype": [torch.float64, torch.float32]}
+    with pytest.MonkeyPatch.context() as patch, local_world(world) as ranks:
+        ranks.run(gathers)
+    assert ran == {Direction.FORWARD: True, Direction.BACKWARD: True}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_soft_caps_and_sinks(pools, world: int) -> None:
-    factors = SCORED | {"ulysses_degree": [n for n in (1, 2, 3, 4) if world % n == 0]}
-    cases = []
-    for row in covering_array(factors, seed=world):
-        strategy = {"route": row["route"], "chunks": "auto"} if row["ulysses_degree"] == 1 else {}
-        scored = {"softcap": row["softcap"], "sinks": row["sinks"], "logits": 2.0}
-        cases.append(replace(cut_case(row, world), **strategy, **scored))
-    assert {case.softcap for case in cases} == {None, 0.7, 3.0}
-    for found in pools(world).run(failures, cases):
-        assert not found, "\n".join(found)
-
-
-@pytest.mark.long
-def test_eight_ranks_with_heads_cut(pools) -> None:
-    names = ("layout", "circulate", "mask", "cache_qkv", "groups", "chunks")
-    rows = covering_array({name: CUT[name] for name in names} | {"ulysses_degree": [2, 4, 8]}, seed=8)
-    extra = [
-        {"dtype": torch.float32, "kernel": "aten", "dlse": False},
-        {"dtype": torch.bfloat16, "kernel": "aten-fp32", "dlse": True},
-    ]
-    cases = [cut_case(row | extra[n % 2], 8) for n, row in enumerate(rows)]
-    for found in pools(8).run(failures, cases):
-        assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("mask", list(MASKS))
-@pytest.mark.parametrize("dtype", FACTORS["dtype"], ids=str)
-def test_everything_with_everything(pools, world: int, mask: str, dtype: torch.dtype) -> None:
-    names = [name for name in FACTORS if name not in ("mask", "dtype")]
-    cases = [
-        case_of({"mask": mask, "dtype": dtype} | dict(zip(names, values, strict=True)))
-        for values in product(*(FACTORS[name] for name in names))
-    ]
-    for found in pools(world).run(failures, cases, timeout=600):
-        assert not found, "\n".join(found)
-
-
-def ragged_cases(world: int) -> list[Case]:
+def test_ragged_and_empty_shards(world: int) -> None:
     cases = []
     for seqlen in range(4 * world + 2):
-        for n, layout in enumerate(FACTORS["layout"]):
-            window = seqlen % 3 == n
-            mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
-            options = {"circulate": FACTORS["circulate"][seqlen % 3], "route": FACTORS["route"][(seqlen + n) % 2]}
-            kernel = ("aten", "reference")[(seqlen // 2) % 2]
-            heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2}
-            cases.append(
-                Case(seqlen=seqlen, mask=mask, layout=layout, kernel=kernel, dtype=torch.float64, **options, **heads)
-            )
-    return cases
+        n = (seqlen + world) % 6
+        window = seqlen % 3 == 1
+        mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
+        options = {"layout": FACTORS["layout"][n], "route": FACTORS["route"][(seqlen + n // 2) % 2]}
+        options |= {"circulate": FACTORS["circulate"][seqlen % 4], "kernel": ("aten", "reference")[(seqlen // 2) % 2]}
+        heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2, "dtype": torch.float64}
+        cases.append(Case(seqlen=seqlen, mask=mask, **options, **heads))
+    check_cases(world, cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.long
-def test_ragged_and_empty_shards(pools, world: int) -> None:
-    for found in pools(world).run(failures, ragged_cases(world)):
-        assert not found, "\n".join(found)
+def test_value_dim_of_its_own() -> None:
+    shapes = {"head_dim": 24, "batch": 2, "kv_heads": 2}
+    names = {"v_head_dim": [8, 40], "kernel": FACTORS["kernel"], "circulate": FACTORS["circulate"]}
+    check_cases(2, [Case(seqlen=30, **shapes, **row) for row in covering_array(names)])
 
 
-@pytest.mark.parametrize("value_dim", [8, 40])
-@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-def test_value_dim_of_its_own(pools, value_dim: int, kernel: str) -> None:
-    shapes = {"head_dim": 24, "v_head_dim": value_dim, "batch": 2, "kv_heads": 2}
-    cases = [Case(seqlen=60, kernel=kernel, circulate=t, **shapes) for t in FACTORS["circulate"]]
-    assert not any(pools(2).run(failures, cases))
-
-
-@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-def test_extreme_logits(pools, kernel: str) -> None:
+@pytest.mark.parametrize("kernel", FACTORS["kernel"])
+def test_extreme_logits(kernel: str) -> None:
     """Scores of +-1e4 and beyond: softmax saturates, and one overflow would be NaN."""
     case = Case(seqlen=64, kernel=kernel, dtype=torch.float64, logits=1e4, mask=Mask(window=40), route="ring")
-    rows = [row for report in pools(3).run(check_rows, case) for row in report]
-    for row in rows:
-        assert row.error <= 1e-9, row  # the exponent of scores of 1e4 has an absolute error of 1e4 * 1e-16
+    with local_world(3) as ranks:
+        for row in ranks.run(lambda group: check(case, group=group))[0].rows:
+            assert row.error <= 1e-9, row  # the exponent of scores of 1e4 has an absolute error of 1e4 * 1e-16
     # An lse of up to 8e4 in fp32 has an error of 8e4 * 2^-24 = 5e-3.
     # P = e^(score - lse) then has this relative error.
-    saturated = pools(2).run(saturated_errors, kernel)
+    with local_world(2) as ranks:
+        saturated = ranks.run(saturated_errors, kernel)
     assert max(max(errors) for errors in saturated) <= 5e-3, saturated
 
 
-def check_rows(case: Case):
-    return check(case).rows
-
-
-def saturated_errors(kernel: str) -> list[float]:
+def saturated_errors(group: Any, kernel: str) -> list[float]:
     """q k' are exact multiples of 1e4 in fp32: what is left is the rounding of lse."""
     make = torch.Generator().manual_seed(1)
     q, k = (torch.randint(-1, 2, (1, 2, 32, 8), generator=make).float() for _ in range(2))
     q = q * 1e4
     v, dout = (torch.randn(1, 2, 32, 8, generator=make) for _ in range(2))
-    plan = make_plan(32)
+    plan = make_plan(32, group=group)
     local = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
     out, lse = burst_attention(*local, plan, scale=1.0, kernel=kernel, return_lse=True)
     grads = torch.autograd.grad(out, local, plan.shard(dout, 2))
     oracle = attend(q, k, v, plan.mask, dout=dout, scale=1.0)
     expected = [plan.shard(x, 2) for _, x in oracle.items()]
-    actual = (out, lse, *grads)
     # dq and dk may be exactly 0 where one key has all the weight: measure against the inputs' size there.
     return [
         (a.double() - e).norm().item() / max(e.norm().item(), 1e-2 * x.norm().item())
-        for a, e, x in zip(actual, expected, (v, q, q, q, v), strict=True)
+        for a, e, x in zip((out, lse, *grads), expected, (v, q, q, q, v), strict=True)
     ]
 
 
-@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
-def test_the_lse_alone_has_a_gradient(pools, kernel: str, circulate: str) -> None:
+@pytest.mark.parametrize("kernel", FACTORS["kernel"])
+def test_the_lse_alone_has_a_gradient(kernel: str) -> None:
     """dO = 0 in some or all rows while dlse is not: D is then no row sum of dO * O."""
-    for blank in ("all", "half", "one entry"):
-        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            worst = max(max(e) for e in pools(2).run(dlse_errors, kernel, circulate, blank, dtype))
-            assert worst <= bound, (kernel, circulate, blank, dtype, worst)
+    bounds = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    factors = {"circulate": ["query", "key-value", "nearest"], "blank": ["all", "half", "one entry"]}
+    with local_world(2) as ranks:
+        for row in covering_array(factors | {"dtype": list(bounds)}):
+            worst = max(max(e) for e in ranks.run(lambda group, row=row: dlse_errors(group, kernel, **row)))
+            assert worst <= bounds[row["dtype"]], (row, worst)
 
 
-def dlse_errors(kernel: str, circulate: str, blank: str, dtype: torch.dtype) -> list[float]:
-    case = Case(seqlen=70, dtype=dtype, kv_heads=2, mask=Mask(window=50))
+def dlse_errors(group: Any, kernel: str, circulate: str, blank: str, dtype: torch.dtype) -> list[float]:
+    case = Case(seqlen=40, dtype=dtype, kv_heads=2, mask=Mask(window=29))
     inputs = case.inputs()
     dout = inputs["dout"]
-    if blank == "all":
-        dout.zero_()
-    elif blank == "half":
-        dout[:, :, ::2] = 0
-    else:
-        dout[..., 1:] = 0
-    plan = make_plan(70, mask=case.mask, strategy=Strategy(circulate=circulate))
+    dout[{"all": ..., "half": np.s_[:, :, ::2], "one entry": np.s_[..., 1:]}[blank]] = 0
+    plan = make_plan(40, mask=case.mask, strategy=Strategy(circulate=circulate), group=group)
     q, k, v = (plan.shard(inputs[n], 2).requires_grad_() for n in ("q", "k", "v"))
     out, lse = burst_attention(q, k, v, plan, kernel=kernel, return_lse=True)
     torch.autograd.backward([out, lse], [plan.shard(inputs[n], 2) for n in ("dout", "dlse")])
@@ -285,57 +251,16 @@ def dlse_errors(kernel: str, circulate: str, blank: str, dtype: torch.dtype) -> 
     return [relative_l2(a.grad, e) for a, e in zip((q, k, v), expected, strict=True)]
 
 
-def over_nodes(schedule: Schedule) -> Schedule:
-    """The schedule as if two ranks were on a node, the first alone where they are odd."""
-    world = schedule.layout.world
-    return replace(schedule, route=replace(schedule.route, nodes=tuple((r + world % 2) // 2 for r in range(world))))
-
-
-def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
-    """The sweep, forward and backward, with pairs computed by whomever the dice say."""
-    case = Case(seqlen=90, dtype=torch.float64, mask=mask, kv_heads=2, seed=seed)
-    plan = make_plan(
-        case.seqlen, mask=mask, strategy=Strategy(layout=["zigzag", "striped", "contiguous"][seed % 3], route=route)
-    )
-    dice = torch.Generator().manual_seed(seed)
-    ranks = torch.randint(0, plan.world, (plan.world, plan.world), generator=dice).numpy()
-    cube = heads(WHOLE, lambda i, j: ranks[i, j])
-    inputs = case.inputs()
-    q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
-    kernel = choose("reference", device=q.device, dtype=q.dtype)
-    scale = 0.3
-    schedule = over_nodes(plan.schedule)
-    forward = assigned(schedule, cube, Direction.FORWARD)
-    out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel))[Side.QUERY]
-    stats = torch.stack([lse, (out * dout).sum(-1)], -1)
-    backward = assigned(schedule, cube, Direction.BACKWARD)
-    work = Backward(dout, q, k, v, stats, scale, kernel)
-    sums = sweep(backward, plan.transport, work)
-    actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
-    oracle = attend(inputs["q"], inputs["k"], inputs["v"], mask, dout=inputs["dout"], scale=scale)
-    return [relative_l2(a, plan.shard(e, 2)) for a, (_, e) in zip(actual, oracle.items(), strict=True)]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("route", list(ROUTES))
-def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
-    for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
-        for errors in pools(world).run(random_assignment, seed, route, mask):
-            assert max(errors) <= 1e-12, (seed, mask, errors)
-
-
-def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
-    """The sweep, forward and backward, with cells computed by whomever the dice say."""
-    case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
-    layout, route = ["zigzag", "striped", "contiguous"][seed % 3], ["direct", "nodes"][seed % 2]
-    plan = make_plan(case.seqlen, mask=mask, strategy=Strategy(layout=layout, route=route))
-    chunks = 0 if route == "nodes" else 2 + seed
-    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, chunks=chunks), over_nodes(plan.schedule)
-    ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
-    programs = {
-        direction: assigned(schedule, lambda i, j, group: ranks[group, i, j], direction, groups)
-        for direction in Direction
-    }
+def swept(group: Any, seed: int, route: str, mask: Mask, groups: Groups = WHOLE, shared: int = 2) -> list[float]:
+    """The sweep, forward and backward, with cells computed by whomever the dice say, two ranks on a node."""
+    case = Case(seqlen=60, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, head_dim=8, seed=seed)
+    layout = ["zigzag", "striped", "contiguous"][seed % 3]
+    plan = make_plan(case.seqlen, mask=mask, strategy=Strategy(layout=layout, route=route), group=group)
+    world = plan.world
+    ranks = np.random.default_rng(seed).integers(0, world, (groups.query, world, world))
+    nodes = tuple((r + world % 2) // 2 for r in range(world))  # the first alone where they are odd
+    schedule = replace(plan.schedule, route=replace(plan.schedule.route, nodes=nodes))
+    programs = {d: assigned(schedule, lambda i, j, g: ranks[g, i, j], d, groups) for d in Direction}
     inputs = case.inputs()
     q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
     kernel = choose("reference", device=q.device, dtype=q.dtype)
@@ -349,12 +274,26 @@ def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     return [relative_l2(a, plan.shard(e, 2)) for a, (_, e) in zip(actual, oracle.items(), strict=True)]
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("shared", [1, 2, 4])
-def test_any_assignment_of_cells(pools, world: int, count: int, shared: int) -> None:
-    for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
-        for errors in pools(world).run(random_cube, seed, count, shared, mask):
-            assert max(errors) <= 1e-12, (seed, mask, errors)
+SEEDS = list(enumerate([Mask(causal=False), Mask(), Mask(window=20, cu_seqlens=[0, 34, 60])]))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("route", list(ROUTES))
+def test_any_assignment_of_pairs(world: int, route: str) -> None:
+    with local_world(world) as ranks:
+        for seed, mask in SEEDS:
+            for errors in ranks.run(swept, seed, route, mask):
+                assert max(errors) <= 1e-12, (seed, mask, errors)
+
+
+@pytest.mark.parametrize(("world", "count", "shared"), [(2, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 4)])
+def test_any_assignment_of_cells(world: int, count: int, shared: int) -> None:
+    with local_world(world) as ranks:
+        for seed, mask in SEEDS:
+            route = ["direct", "nodes"][seed % 2]
+            groups = Groups.of(count, q_heads=4, kv_heads=shared, chunks=0 if route == "nodes" else 2 + seed)
+            for errors in ranks.run(swept, seed, route, mask, groups, shared):
+                assert max(errors) <= 1e-12, (seed, mask, errors)
 
 
 class Gapped(Schedule):
@@ -365,15 +304,13 @@ class Gapped(Schedule):
         return self.mask.regions(self.layout.seqlen)[::2]
 
 
-def rows_that_see_nothing(kernel: str, circulate: str, route: str) -> None:
+def rows_that_see_nothing(group: Any, kernel: str, circulate: str, route: str) -> None:
     mask = Mask(cu_seqlens=[0, 13, 20, 21, 40, 48])
-    plan = make_plan(48, mask=mask, strategy=Strategy(route=route, circulate=circulate))
-    gapped = Gapped(
-        plan.schedule.layout, mask, plan.schedule.route, plan.rank, Strategy(ulysses_degree=1, circulate=circulate)
-    )
+    plan = make_plan(48, mask=mask, strategy=Strategy(route=route, circulate=circulate), group=group)
+    strategy = Strategy(ulysses_degree=1, circulate=circulate)
+    gapped = Gapped(plan.schedule.layout, mask, plan.schedule.route, plan.rank, strategy)
     plan = Plan(gapped, plan.planner, plan.transport, plan.agreement)
-    case = Case(seqlen=48, mask=mask, kv_heads=2)
-    inputs = case.inputs()
+    inputs = Case(seqlen=48, mask=mask, kv_heads=2).inputs()
     q, k, v, dout, dlse = (plan.shard(x, 2) for x in inputs.values())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = burst_attention(q, k, v, plan, kernel=kernel, return_lse=True)
@@ -382,18 +319,17 @@ def rows_that_see_nothing(kernel: str, circulate: str, route: str) -> None:
     position = plan.positions
     blind = ((position >= 13) & (position < 20)) | ((position >= 21) & (position < 40))
     assert (out[:, :, blind] == 0).all() and (lse[:, :, blind] == float("-inf")).all()
-    actual = (out, lse, q.grad, k.grad, v.grad)
-    for got, (name, expected) in zip(actual, oracle.items(), strict=True):
+    for got, (name, expected) in zip((out, lse, q.grad, k.grad, v.grad), oracle.items(), strict=True):
         if name != "lse":
             assert (got[:, :, blind] == 0).all(), name
         assert relative_l2(got[:, :, ~blind], plan.shard(expected, 2)[:, :, ~blind]) < 1e-5, name
 
 
-@pytest.mark.parametrize("kernel", ["reference", "aten"])
-@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
-def test_queries_that_see_nothing(pools, kernel: str, circulate: str) -> None:
-    for route in ("direct", "ring-attention"):
-        pools(3).run(rows_that_see_nothing, kernel, circulate, route)
+def test_queries_that_see_nothing() -> None:
+    factors = {"kernel": ["reference", "aten"], "circulate": ["query", "key-value", "nearest"]}
+    with local_world(3) as ranks:
+        for row in covering_array(factors | {"route": ["direct", "ring-attention"]}):
+            ranks.run(lambda group, row=row: rows_that_see_nothing(group, **row))
 
 
 @st.composite
@@ -417,50 +353,47 @@ def cases(draw) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from([2, 3]), cases())
-def test_random_calls(pools, world: int, case: Case) -> None:
-    for found in pools(world).run(failures, [case]):
-        assert not found, "\n".join(found)
+def test_random_calls(world: int, case: Case) -> None:
+    check_cases(world, [case])
 
 
-def window_of_one() -> tuple:
+def window_of_one(group: Any) -> tuple:
     """Each query sees itself alone: nothing is needed of another rank."""
-    plan = make_plan(12, mask=Mask(window=1), strategy=Strategy(layout="contiguous"))
-    dice = torch.Generator().manual_seed(plan.rank)
-    q, k, v = (torch.randn(1, 2, plan.length, 4, generator=dice).requires_grad_() for _ in range(3))
+    plan = make_plan(12, mask=Mask(window=1), strategy=Strategy(layout="contiguous"), group=group)
+    q, k, v = (torch.randn(1, 2, plan.length, 4).requires_grad_() for _ in range(3))
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
     return plan.transport.sent, relative_l2(out, v), q.grad.abs().max().item()
 
 
-def test_a_window_of_one_sends_nothing(pools) -> None:
-    for sent, error, dq in pools(3).run(window_of_one):
-        assert (sent, error) == (0, 0.0)
-        assert dq < 1e-6  # P is 1: dP and D cancel
-
-
-def blocks_apart() -> tuple[int, int]:
+def blocks_apart(group: Any) -> tuple[int, ...]:
     """Bytes that this rank sends if the blocks of the ranks see only themselves; and if one block sees one other."""
     sent = []
     for blocks in (torch.eye(3).bool(), torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()):
-        plan = make_plan(12, mask=Mask(blocks=blocks, block=4), strategy=Strategy(layout="contiguous"))
+        plan = make_plan(12, mask=Mask(blocks=blocks, block=4), strategy=Strategy(layout="contiguous"), group=group)
         q, k, v = (torch.randn(1, 2, plan.length, 4).requires_grad_() for _ in range(3))
         burst_attention(q, k, v, plan).sum().backward()
         sent.append(plan.transport.sent)
     return tuple(sent)
 
 
-def test_blocks_that_see_nothing_send_nothing(pools) -> None:
-    sent = pools(3).run(blocks_apart)
+def test_what_sees_nothing_of_another_rank_sends_nothing() -> None:
+    with local_world(3) as ranks:
+        for sent, error, dq in ranks.run(window_of_one):
+            assert (sent, error) == (0, 0.0)
+            assert dq < 1e-6  # P is 1: dP and D cancel
+        sent = ranks.run(blocks_apart)
     assert [alone for alone, _ in sent] == [0, 0, 0]
     assert sent[1][1] == 0 < sent[0][1]
 
 
-def views(kernel: str, circulate: str, heads: int = 1) -> None:
+def views(group: Any, kernel: str, circulate: str, heads: int = 1) -> None:
     """Inputs and gradients in odd memory (every second element, transposed, expanded); gradients of some of them; all
     one tensor; under checkpointing and inference mode."""
-    plan = make_plan(33, mask=Mask(window=20), strategy=Strategy(ulysses_degree=heads, circulate=circulate))
+    strategy = Strategy(ulysses_degree=heads, circulate=circulate)
+    plan = make_plan(33, mask=Mask(window=20), strategy=strategy, group=group)
     options = {"kernel": kernel}
     make = torch.Generator().manual_seed(plan.rank)
 
@@ -492,19 +425,17 @@ def views(kernel: str, circulate: str, heads: int = 1) -> None:
     torch.testing.assert_close(x.grad, sum(a.grad for a in apart), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
-def test_views_subsets_and_checkpointing(pools, kernel: str, circulate: str) -> None:
-    pools(2).run(views, kernel, circulate)
+def test_views_subsets_and_checkpointing() -> None:
+    rows = [("reference", "query"), ("aten", "key-value"), ("aten-fp32", "nearest"), ("aten", "auto", 2)]
+    with local_world(2) as ranks:
+        for row in rows:
+            ranks.run(views, *row)
 
 
-def test_views_subsets_and_checkpointing_with_heads_cut(pools) -> None:
-    pools(2).run(views, "aten", "auto", 2)
-
-
-def overflowing_parts(kernel: str) -> list[torch.Tensor]:
+def overflowing_parts(group: Any, kernel: str) -> list[torch.Tensor]:
     """Each rank's part of dQ is beyond fp16; their sum is not."""
-    plan = make_plan(4, mask=Mask(causal=False), strategy=Strategy(layout="contiguous", circulate="query"))
+    strategy = Strategy(layout="contiguous", circulate="query")
+    plan = make_plan(4, mask=Mask(causal=False), strategy=strategy, group=group)
     q, k, v = (torch.zeros(1, 1, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         k[:] = 240.0
@@ -514,11 +445,12 @@ def overflowing_parts(kernel: str) -> list[torch.Tensor]:
     return list(torch.autograd.grad(out, (q, k, v), dout))
 
 
-@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-def test_parts_of_a_sum_do_not_overflow_on_the_wire(pools, kernel: str) -> None:
-    for grads in pools(2).run(overflowing_parts, kernel):
-        assert all(x.isfinite().all() for x in grads)
-        assert grads[0].abs().max() <= 1.0
+@pytest.mark.parametrize("kernel", FACTORS["kernel"])
+def test_parts_of_a_sum_do_not_overflow_on_the_wire(kernel: str) -> None:
+    with local_world(2) as ranks:
+        for grads in ranks.run(overflowing_parts, kernel):
+            assert all(x.isfinite().all() for x in grads)
+            assert grads[0].abs().max() <= 1.0
 
 
 def buffers_alive() -> int:
@@ -547,16 +479,11 @@ def test_two_foreign_shards_are_held_at_most(pools) -> None:
     assert pools(4).run(buffers_alive) == [2] * 4
 
 
-def byte_counts(case: Case) -> tuple:
-    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
-    predicted = plan.bytes(
-        batch=case.batch,
-        q_heads=case.q_heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        dtype=case.dtype,
-    )
+def byte_counts(case: Case, group: Any = None) -> tuple:
+    """Bytes sent and received, forward and backward: counted, and predicted."""
+    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy, group=group)
+    names = ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype")
+    predicted = plan.bytes(**{name: getattr(case, name) for name in names})
     inputs = case.inputs()
     q, k, v, dout = (plan.shard(inputs[name], 2).requires_grad_() for name in ("q", "k", "v", "dout"))
     out = burst_attention(q, k, v, plan, kernel=case.kernel)
@@ -564,49 +491,38 @@ def byte_counts(case: Case) -> tuple:
     out.backward(dout)
     total = plan.transport.sent, plan.transport.received
     counted = (*forward, total[0] - forward[0], total[1] - forward[1])
-    return counted, (
-        predicted.forward_sent,
-        predicted.forward_received,
-        predicted.backward_sent,
-        predicted.backward_received,
-    )
+    ends = ("forward_sent", "forward_received", "backward_sent", "backward_received")
+    return counted, tuple(getattr(predicted, end) for end in ends)
+
+
+def check_bytes(world: int, factors: dict[str, list], **fixed: Any) -> None:
+    shape = {"kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
+    total = 0
+    with local_world(world) as ranks:
+        for row in covering_array(factors):
+            case = Case(seqlen=50, **shape, **fixed, **row)
+            for counted, predicted in ranks.run(partial(lambda group, case: byte_counts(case, group), case=case)):
+                assert counted == predicted, case
+                total += sum(counted)
+    assert total > 0
+
+
+BYTES = {
+    "dtype": [torch.float64, torch.bfloat16],
+    "mask": [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 30, 31, 50])],
+}
 
 
 @pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
-@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest", "auto"])
-def test_bytes_are_as_predicted(pools, route: str, circulate: str) -> None:
-    sent = 0
-    for layout, mask, dtype in product(
-        FACTORS["layout"], [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 30, 31, 50])], [torch.float64, torch.bfloat16]
-    ):
-        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
-        case = Case(seqlen=50, mask=mask, layout=layout, route=route, circulate=circulate, dtype=dtype, **shape)
-        for counted, predicted in pools(3).run(byte_counts, case):
-            assert counted == predicted
-            sent += sum(counted)
-    assert sent > 0
+def test_bytes_are_as_predicted(route: str) -> None:
+    factors = {"layout": FACTORS["layout"], "circulate": ["query", "key-value", "nearest", "auto"]}
+    check_bytes(3, factors | BYTES, route=route, q_heads=4)
 
 
-@pytest.mark.parametrize("heads", [2, 4, "auto"])
-def test_bytes_are_as_predicted_with_heads_cut(pools, heads: int | str) -> None:
-    sent = 0
-    masks_and_dtypes = [(Mask(), torch.bfloat16), (Mask(window=9), torch.float64), (Mask(causal=False), torch.float16)]
-    for layout, (mask, dtype), keep in product(["contiguous", "zigzag"], masks_and_dtypes, [True, False]):
-        shape = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
-        case = Case(
-            seqlen=50,
-            mask=mask,
-            layout=layout,
-            ulysses_degree=heads,
-            cache_qkv=keep,
-            dtype=dtype,
-            route="direct",
-            **shape,
-        )
-        for counted, predicted in pools(4).run(byte_counts, case):
-            assert counted == predicted
-            sent += sum(counted)
-    assert sent > 0
+def test_bytes_are_as_predicted_with_heads_cut() -> None:
+    factors = {"layout": ["contiguous", "zigzag"], "ulysses_degree": [2, 4, "auto"], "cache_qkv": [True, False]}
+    factors |= {"dtype": [torch.float64, torch.float16], "mask": [Mask(), Mask(window=9), Mask(causal=False)]}
+    check_bytes(4, factors, route="direct", q_heads=8)
 
 
 def ring_flash_attn(seqlen: int, world: int, q_heads: int, kv_heads: int) -> float:
@@ -623,7 +539,11 @@ def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int
     cut = {"ulysses_degree": world, "cache_qkv": True}
     case = Case(seqlen=256, dtype=torch.bfloat16, q_heads=8, kv_heads=kv_heads, head_dim=128, **cut)
     theirs = ring_flash_attn(case.seqlen, world, 8, kv_heads)
-    moved = [counted for counted, _ in pools(world).run(byte_counts, case)]
+    if world == 4:
+        moved = [counted for counted, _ in pools(world).run(byte_counts, case)]
+    else:
+        with local_world(world) as ranks:
+            moved = [counted for counted, _ in ranks.run(lambda group: byte_counts(case, group))]
     sent, received = (
         [forward + backward for forward, backward in zip(*ends, strict=True)]
         for ends in (([x[0] for x in moved], [x[2] for x in moved]), ([x[1] for x in moved], [x[3] for x in moved]))
@@ -647,14 +567,7 @@ def test_bytes_of_many_ranks_by_the_plans_own_count(
     world: int, q_heads: int, kv_heads: int, circulate: str, share: float
 ) -> None:
     slow = replace(preset("cpu+ethernet-25g"), across=Link(latency=0.0, bytes_per_second=1e5))
-    options = {
-        "mask": Mask(),
-        "layout": "zigzag",
-        "route": "direct",
-        "rank": 0,
-        "world": world,
-        "ulysses_degree": "auto",
-    }
+    options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "world": world, "ulysses_degree": "auto"}
     schedule = make_schedule(128 * world, **options, planner=Planner(slow, tuple(range(world))))
     sizes = {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
     shape = Shape(q_heads=q_heads, kv_heads=kv_heads, **sizes)
