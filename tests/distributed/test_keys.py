@@ -20,7 +20,7 @@ from burst_attention.recurrence.exchange import RunExchange
 from burst_attention.testing import Case, attend
 from burst_attention.testing.local import local_world
 from burst_attention.testing.pool import WorkerError
-from tests.distributed.test_attention import failures
+from tests.distributed.test_attention import check_cases
 from tests.support.pairwise import covering_array
 
 SPAN = 97  # positions of queries and keys
@@ -35,6 +35,7 @@ MASKS = {
     "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(7)] for i in range(7)], block=16),
 }
 FACTORS = {
+    "world": [1, 2, 3, 4],
     "scene": ["follow-up", "one query", "empty shards", "more keys", "few keys", "striped"],
     "mask": list(MASKS),
     "layout": ["zigzag", "zigzag-by-halves", "contiguous"],
@@ -69,63 +70,61 @@ def scene(name: str, world: int) -> dict[str, Any]:
     return {"seqlen": SPAN, "keys": Layout("contiguous", 5, world)}
 
 
-def case_of(row: dict[str, Any], world: int) -> Case:
+def case_of(row: dict[str, Any]) -> Case:
     heads = {"q_heads": 12, "kv_heads": 12 // row["groups"], "head_dim": 16, "mask": MASKS[row["mask"]]}
-    names = ("layout", "circulate", "dtype", "kernel", "route", "ulysses_degree", "chunks", "softcap", "sinks")
-    return replace(Case(**heads, **{name: row[name] for name in names if name in row}), **scene(row["scene"], world))
+    options = {name: value for name, value in row.items() if name not in ("scene", "mask", "groups", "world")}
+    if (degree := row.get("ulysses_degree", 1)) == 1:
+        options |= {"chunks": "auto"}
+    elif degree != "auto" and row["world"] % degree:
+        options |= {"ulysses_degree": "all"}
+    return replace(Case(**heads, **options), **scene(row["scene"], row["world"]))
 
 
-@pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 4])
-def test_every_two_values_meet(pools, world: int) -> None:
-    rows = covering_array(FACTORS | {"route": ["direct", "ring", "ring-attention", "nodes"]}, seed=world)
-    for found in pools(world).run(failures, [case_of(row, world) for row in rows]):
-        assert not found, "\n".join(found)
+def check_rows(factors: dict[str, list[Any]], seed: int = 0) -> None:
+    rows = covering_array(factors, seed=seed)
+    for world in factors["world"]:
+        check_cases(world, [case_of(row) for row in rows if row["world"] == world])
 
 
-def test_half_precision(pools) -> None:
-    factors = {name: FACTORS[name] for name in ("scene", "mask", "circulate")}
-    factors |= {"dtype": [torch.bfloat16, torch.float16], "kernel": ["aten"], "layout": ["zigzag"], "groups": [4]}
-    rows = [row for row in covering_array(factors, seed=3) if row["scene"] in ("follow-up", "more keys", "few keys")]
-    for found in pools(3).run(failures, [case_of(row, 3) for row in rows]):
-        assert not found, "\n".join(found)
+def test_every_two_values_meet() -> None:
+    check_rows(FACTORS | {"route": ["direct", "ring", "ring-attention", "nodes"]})
 
 
-@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 4])
-def test_every_two_values_meet_with_heads_cut_and_scores_changed(pools, world: int) -> None:
-    factors = FACTORS | {"dtype": [torch.float64, torch.float32], "softcap": [None, 0.7], "sinks": [True, False]}
-    factors |= {"ulysses_degree": [n for n in (1, 2, 3, 4, "auto") if n == "auto" or world % n == 0]}
-    factors |= {"chunks": [0, 1, 2, "auto"], "kernel": ["reference", "blockwise", "auto"], "groups": [1, 12]}
-    rows = covering_array(factors, seed=world)
-    cases = [case_of(row | ({"chunks": "auto"} if row["ulysses_degree"] == 1 else {}), world) for row in rows]
-    for found in pools(world).run(failures, cases):
-        assert not found, "\n".join(found)
+def test_half_precision() -> None:
+    few = {"scene": ["follow-up", "more keys", "few keys"], "circulate": FACTORS["circulate"], "world": [3]}
+    few |= {"dtype": [torch.bfloat16, torch.float16], "kernel": ["aten"], "layout": ["zigzag"], "groups": [4]}
+    check_rows(few | {"mask": ["causal", "window both ways", "documents"]})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_any_number_of_queries_and_keys(pools, world: int) -> None:
+def test_every_two_values_meet_with_heads_cut_and_scores_changed() -> None:
+    factors = FACTORS | {"softcap": [None, 0.7], "sinks": [True, False], "kernel": ["reference", "blockwise", "auto"]}
+    check_rows(factors | {"ulysses_degree": [1, 2, 4, "auto"], "chunks": [0, 1, 2, "auto"], "groups": [1, 12]}, seed=1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_number_of_queries_and_keys(world: int) -> None:
     cases = []
     for new in range(2 * world + 2):
-        for before in (0, 1, world, 11):
+        for before in (0, 1, world, 11)[new % 2 :: 2]:
             mask = [Mask(), Mask(causal=False), Mask(window=3)][(new + before) % 3]
             circulate = FACTORS["circulate"][(new + before) % 6]
             keys = cached(world, before, new, page=2, holders=1 + new % world)
             shape = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2, "dtype": torch.float64}
             more = {"mask": mask, "circulate": circulate, "kernel": "reference", **shape}
             cases.append(Case(seqlen=new, keys=keys, query_offset=before, **more))
-    for found in pools(world).run(failures, cases):
-        assert not found, "\n".join(found)
+    check_cases(world, cases)
 
 
-def test_keys_that_no_window_reaches_may_be_dropped(pools) -> None:
+def test_keys_that_no_window_reaches_may_be_dropped() -> None:
     kept = Layout.of_stretches([[(60, 70), (80, 88)], [(70, 80), (88, SPAN)]])
     case = Case(seqlen=9, query_offset=88, keys=kept, mask=Mask(window=20), dtype=torch.float64)
-    for found in pools(2).run(failures, [case]):
-        assert not found, "\n".join(found)
+    check_cases(2, [case])
 
 
-def byte_counts(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def byte_counts(group: Any, case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """On a rank: the bytes that were counted, and those that were predicted."""
-    plan = plan_for(case)
+    where = {"keys": case.keys, "query_offset": case.query_offset}
+    plan = make_plan(case.seqlen, mask=case.mask, **where, strategy=case.strategy, group=group)
     sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "dtype")}
     predicted, inputs, wire = plan.bytes(**sizes), case.inputs(), plan.transport
     q, dout = plan.shard(inputs["q"], 2).requires_grad_(), plan.shard(inputs["dout"], 2)
@@ -135,22 +134,17 @@ def byte_counts(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (wire.sent - before[0], wire.received - before[1]), (predicted.sent, predicted.received)
 
 
-def plan_for(case: Case, **more: Any) -> Plan:
-    return make_plan(
-        case.seqlen, mask=case.mask, keys=case.keys, query_offset=case.query_offset, strategy=case.strategy, **more
-    )
-
-
 @pytest.mark.parametrize("degree", [1, 2, "auto"])
-def test_bytes_are_as_predicted(pools, degree: int | str) -> None:
+def test_bytes_are_as_predicted(degree: int | str) -> None:
     total = 0
-    for n, circulate in enumerate(FACTORS["circulate"] * 2):
-        options = {"circulate": circulate, "ulysses_degree": degree, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
-        mask, name = [Mask(), Mask(window=9), Mask(causal=False)][n % 3], FACTORS["scene"][n % 6]
-        case = replace(Case(mask=mask, dtype=torch.bfloat16, batch=2, **options), **scene(name, 4))
-        for counted, predicted in pools(4).run(byte_counts, case):
-            assert counted == predicted
-            total += sum(counted)
+    with local_world(4) as ranks:
+        for n, circulate in enumerate(FACTORS["circulate"] * 2):
+            options = {"circulate": circulate, "ulysses_degree": degree, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
+            mask, name = [Mask(), Mask(window=9), Mask(causal=False)][n % 3], FACTORS["scene"][n % 6]
+            case = replace(Case(mask=mask, dtype=torch.bfloat16, batch=2, **options), **scene(name, 4))
+            for counted, predicted in ranks.run(byte_counts, case):
+                assert counted == predicted
+                total += sum(counted)
     assert total > 0
 
 
@@ -281,36 +275,29 @@ def test_a_compiled_call_knows_both_lengths() -> None:
     assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "reported"),
-    [
-        ({"keys": [[[(0, 8)], []], [[(0, 4)], [(4, 8)]]]}, "keys: rank 0 has given, 8 ("),
-        ({"query_offset": [7, 6]}, "query_offset: rank 0 has 7, rank 1 has 6"),
-        ({"call": [CallShape(grad=False), CallShape()]}, "grad: rank 0 has False, rank 1 has True"),
-    ],
-)
-def test_ranks_that_plan_other_keys_are_named(options: dict[str, list[Any]], reported: str) -> None:
-    same = {"keys": [[(0, 8)], []], "query_offset": 7}
-
-    def ask(group: Any) -> None:
-        rank = make_plan(4, group=group).rank
-        make_plan(1, group=group, **{**same, **{name: each[rank] for name, each in options.items()}})
-
-    with local_world(2) as ranks, pytest.raises(WorkerError, match="DisagreementError") as caught:
-        ranks.run(ask)
-    assert reported in str(caught.value)
+OTHERS = {
+    "keys: rank 0 has given, 8 (": {"keys": [[[(0, 8)], []], [[(0, 4)], [(4, 8)]]]},
+    "query_offset: rank 0 has 7, rank 1 has 6": {"query_offset": [7, 6]},
+    "grad: rank 0 has False, rank 1 has True": {"call": [CallShape(grad=False), CallShape()]},
+    "disagree on keys": {},
+}
 
 
-def test_ranks_that_call_with_other_keys_are_named() -> None:
-    def ask(group: Any) -> None:
-        rank = make_plan(4, group=group).rank
+@pytest.mark.parametrize("reported", OTHERS)
+def test_ranks_with_other_keys_are_named(reported: str) -> None:
+    def plan(group: Any) -> None:
+        own = {name: each[make_plan(4, group=group).rank] for name, each in OTHERS[reported].items()}
+        make_plan(1, group=group, **{"keys": [[(0, 8)], []], "query_offset": 7, **own})
+
+    def call(group: Any) -> None:
         plans = [make_plan(1, keys=keys, query_offset=7, group=group) for keys in ([[(0, 8)], []], [[], [(0, 8)]])]
-        plan = plans[rank]
+        plan = plans[plans[0].rank]
         q, k = (torch.randn(1, 1, n, 8) for n in (plan.length, plan.key_length))
         burst_attention(q, k, k, plan)
 
-    with local_world(2) as ranks, pytest.raises(WorkerError, match="disagree on keys"):
-        ranks.run(ask)
+    with local_world(2) as ranks, pytest.raises(WorkerError, match="DisagreementError") as caught:
+        ranks.run(plan if OTHERS[reported] else call)
+    assert reported in str(caught.value)
 
 
 def test_many_pages_are_few_tiles() -> None:
