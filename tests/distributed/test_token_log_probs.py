@@ -109,36 +109,34 @@ def run_case(case):
 
 
 CASES = {
-    "zigzag": Case(),
-    "contiguous": Case(layout="contiguous"),
-    "striped": Case(layout="striped"),
-    "dpo": Case(loss="dpo", prompt=PROMPT),
-    "dpo striped": Case(loss="dpo", prompt=PROMPT, layout="striped", temperature=0.9),
-    "dpo with a shard of the prompt alone": Case(loss="dpo", prompt=25, layout="contiguous"),
-    "entropy": Case(loss="entropy", temperature=1.4),
-    "documents": Case(cu_seqlens=(0, 1, 9, 9, 30, 41)),
-    "temperature": Case(temperature=0.6, layout="contiguous"),
-    "temperature and softcap": Case(temperature=0.5, softcap=2.5),
-    "all": Case(temperature=1.7, softcap=4, biased=True, factor=-1.5, layout="striped", prompt=PROMPT),
-    "shorter than the world": Case(seqlen=2),
-    "one token": Case(seqlen=1),
-    "fp32": Case(dtype=torch.float32, temperature=0.8, biased=True),
-    "bf16": Case(dtype=torch.bfloat16, temperature=0.8, softcap=6.0),
+    "zigzag": (2, Case()),
+    "striped": (3, Case(layout="striped")),
+    "dpo": (2, Case(loss="dpo", prompt=PROMPT, layout="striped", temperature=0.9)),
+    "dpo with a shard of the prompt alone": (3, Case(loss="dpo", prompt=25, layout="contiguous")),
+    "entropy": (1, Case(loss="entropy", temperature=1.4)),
+    "documents": (3, Case(cu_seqlens=(0, 1, 9, 9, 30, 41))),
+    "temperature": (2, Case(temperature=0.6, layout="contiguous")),
+    "temperature and softcap": (2, Case(temperature=0.5, softcap=2.5)),
+    "all": (3, Case(temperature=1.7, softcap=4, biased=True, factor=-1.5, layout="striped", prompt=PROMPT)),
+    "shorter than the world": (3, Case(seqlen=2)),
+    "one token": (2, Case(seqlen=1)),
+    "fp32": (2, Case(dtype=torch.float32, temperature=0.8, biased=True)),
+    "bf16": (3, Case(dtype=torch.bfloat16, temperature=0.8, softcap=6.0)),
 }
 BOUNDS = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 2**-8)}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_sum_to_the_one_device_gradient(pools, name, world):
-    results = pools(world).run(run_case, CASES[name])
+def test_gradients_sum_to_the_one_device_gradient(pools, name):
+    world, case = CASES[name]
+    results = pools(world).run(run_case, case)
     first = results[0]
-    of_values, of_gradients = BOUNDS[CASES[name].dtype]
+    of_values, of_gradients = BOUNDS[case.dtype]
     for fields, value, of_results, errors in results:
         assert all(torch.equal(fields[field], first[0][field]) for field in ALL), "the ranks' results differ"
         assert value == first[1]
         assert max(of_results) <= of_values
-        assert len(errors) == (3 if CASES[name].biased else 2)
+        assert len(errors) == (3 if case.biased else 2)
         assert max(errors) <= of_gradients
 
 
@@ -155,21 +153,16 @@ def run_gradients(case):
     return [result.log_probs.detach(), result.entropy.detach(), *(x.grad for x in leaves)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_runs_are_bit_equal(pools, dtype):
-    for first, second in pools(3).run(gradients_again, Case(dtype=dtype)):
+def test_two_runs_are_bit_equal(pools):
+    for first, second in pools(3).run(gradients_again, Case(dtype=torch.bfloat16)):
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 BAD = {
-    "temperature=0.0 must be finite": {"temperature": 0.0},
-    "temperature='1' must be a number": {"temperature": "1"},
     "outputs holds 'kl', which is unknown": {"outputs": ("log_probs", "kl")},
     "labels has a label at the last position": {"labels": torch.zeros(BATCH, 10, dtype=torch.int64)},
     "disagree on temperature: rank 0 has 1.0, rank 1 has 2.0": {"temperature": 2.0},
     "disagree on outputs: rank 0 has ['log_probs', 'entropy'], rank 1 has ['log_probs']": {"outputs": ("log_probs",)},
-    "disagree on softcap: rank 0 has None, rank 1 has 30.0": {"softcap": 30.0},
-    "disagree on factor: rank 0 has 1.0, rank 1 has 0.5": {"factor": 0.5},
     "disagree on bias: rank 0 has None, rank 1 has [23]": {"bias": torch.zeros(VOCABULARY, dtype=torch.float64)},
     "disagree on lm_head_weight: rank 0 has [23, 8], rank 1 has [24, 8]": {
         "lm_head_weight": torch.zeros(VOCABULARY + 1, WIDTH, dtype=torch.float64)
@@ -181,12 +174,7 @@ def bad_on_rank_1(message):
     """[(class, text, seconds)] of the bad call, and a sum of a good one after it."""
     plan = make_plan(20, timeout=10, strategy=Strategy(layout="contiguous"))
     (hidden, weight, _), ids = global_tensors(Case(seqlen=20))
-    good = {
-        "hidden": plan.shard(hidden, 1),
-        "lm_head_weight": weight,
-        "labels": plan.shard_labels(ids),
-        "plan": plan,
-    }
+    good = {"hidden": plan.shard(hidden, 1), "lm_head_weight": weight, "labels": plan.shard_labels(ids), "plan": plan}
     dist.barrier()
     start = time.monotonic()
     try:
@@ -246,7 +234,7 @@ def of_a_model(name):
     return errors, result.is_top1.shape
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+@pytest.mark.parametrize("name", ["gemma2", "phi"])
 def test_of_a_models_own_logits(pools, name):
     for errors, shape in pools(2).run(of_a_model, name, timeout=60.0):
         assert max(errors.values()) <= 2e-6, errors
