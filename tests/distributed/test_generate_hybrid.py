@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
-from tests.distributed.test_generate import check_two_hundred, cut, flip, padded, tokens_at_once
-from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks, refusals_of_changed
+from tests.distributed.test_generate import at_all_worlds, padded, tokens_at_once
+from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
 NEW = 12
 KINDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each mechanism that a cache holds
@@ -20,71 +19,39 @@ OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_m
 FIRST = [pytest.param(name, marks=[] if name in KINDS[:2] else pytest.mark.long) for name in KINDS]
 
 
-def continued(ids):
-    """Generate after these ids. The mask says that a pad token among them is a token."""
-    return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
-
-
-def _case(name, count):
-    return pytest.param(name, count, marks=[] if name in KINDS[:2] or count == 1_000 else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("name", "count"), [_case(name, count) for name in KINDS for count in (1, 7, 1_000)])
-def test_tokens_and_logits_equal_one_process(name, count):
-    ids = ids_of(count)
-    expected = alone(name, ids, max_new_tokens=NEW)
-    for world in (1, 2, 3):
-        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("count", [1, 7, 1_000])
-@pytest.mark.parametrize("name", KINDS)
-def test_four_ranks(name, count):
-    ids = ids_of(count)
-    expected = alone(name, ids, max_new_tokens=NEW)
-    check_equal(over_ranks(name, 4, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+@pytest.mark.parametrize(
+    ("name", "count", "worlds"),
+    [
+        ("qwen3_5", 1_000, (3,)),
+        ("qwen3_5", 7, (2,)),
+        ("bamba", 1, (2,)),
+        ("kimi_linear", 7, (2,)),
+        ("lfm2", 1_000, (2,)),
+        pytest.param("bamba", 1_000, (1, 4), marks=pytest.mark.long),
+        pytest.param("kimi_linear", 1_000, (3,), marks=pytest.mark.long),
+    ],
+)
+def test_tokens_and_logits_equal_one_process(name, count, worlds):
+    at_all_worlds(name, ids_of(count), worlds, max_new_tokens=NEW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families(name):
-    ids = ids_of(150, 2)
-    expected = alone(name, ids, max_new_tokens=NEW)
-    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+    at_all_worlds(name, ids_of(150, 2), (3,), max_new_tokens=NEW)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", KINDS)
-def test_two_hundred_tokens(name):
-    ids = ids_of(100)
-    expected = alone(name, ids, max_new_tokens=200)
-    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 7, 1_000, 20_000])
-@pytest.mark.parametrize("name", KINDS[:2])
-def test_two_hundred_tokens_over_any_number_of_ranks(name, count):
-    check_two_hundred(name, ids_of(count), "sdpa" if count > 1_000 else "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS[:2])
-def test_two_hundred_tokens_for_each_row(name):
-    ids = ids_of(1_000, 3)
-    check_two_hundred(name, ids, attention_mask=torch.ones_like(ids))
-
-
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", FIRST[1:])
 def test_a_batch_of_equal_lengths(name):
-    ids = ids_of(131, 3)
-    expected = alone(name, ids, max_new_tokens=NEW)
-    for world in (1, 3):
-        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+    at_all_worlds(name, ids_of(131, 3), (1, 3), max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("name", FIRST)
+def continued(ids):
+    """Generate after these ids. The mask says that a pad token among them is a token."""
+    return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize("name", FIRST[:3:2])
 def test_turns_continue_the_states(name):
     """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
     first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
@@ -94,10 +61,8 @@ def test_turns_continue_the_states(name):
         said = run(torch.cat([said, second], 1)).sequences
         return run(torch.cat([said, third], 1))
 
-    for world in (1, 3):
-        expected = turns(lambda ids: alone(name, **continued(ids)))  # without a cache between turns
-        outs = over_ranks(name, world, lambda *both: turns(lambda ids: generate(*both, **continued(ids))))
-        check_equal(outs, expected)
+    expected = turns(lambda ids: alone(name, **continued(ids)))  # without a cache between turns
+    check_equal(over_ranks(name, 3, lambda *both: turns(lambda ids: generate(*both, **continued(ids)))), expected)
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -110,7 +75,7 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(name):
         out, counts = tokens_at_once(model, lambda: generate(model, cache, ids, max_new_tokens=NEW))
         return out, counts, [each.tensors() for each in cache.states.values()]
 
-    for world in (1, 2, 3):
+    for world in (3,):
         outs = over_ranks(name, world, use)
         check_equal([out for out, *_ in outs], expected)
         assert all(len(counts) == 4 and max(counts) <= -(-125 // world) for _, counts, _ in outs)
@@ -119,14 +84,13 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(name):
                 assert all(torch.equal(mine[name], x) for name, x in first.items()), "states differ between ranks"
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "contiguous-ring", "all-gather"])
-def test_any_strategy_fills_the_states(strategy):
+def test_another_strategy_fills_the_states():
     ids = ids_of(150)
     use = lambda *both: generate(*both, ids, max_new_tokens=NEW)  # noqa: E731
-    check_equal(over_ranks("qwen3_5", 2, use, strategy=strategy), alone("qwen3_5", ids, max_new_tokens=NEW))
+    check_equal(over_ranks("qwen3_5", 2, use, strategy="ulysses"), alone("qwen3_5", ids, max_new_tokens=NEW))
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", FIRST[1:])
 def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name):
     ids = ids_of(150, 2)
     first = alone(name, ids, max_new_tokens=70).sequences
@@ -143,15 +107,8 @@ def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name):
         return generate(model, loaded, **continued(longer))
 
     over_ranks(name, 3, save)
-    for world in (1, 2, 4):
+    for world in (1, 4):
         check_equal(over_ranks(name, world, load), expected)
-
-
-@pytest.mark.parametrize(("change", "text"), [(flip, "was altered"), (cut, "bytes, not"), (Path.unlink, "is missing")])
-def test_altered_states_are_refused(tmp_path, change, text):
-    path = tmp_path / "cache" / "rank-00000.safetensors"
-    for said in refusals_of_changed("qwen3_5", path.parent, lambda: change(path)):
-        assert "rank-00000.safetensors" in said and text in said
 
 
 def test_reset_forgets_the_states():
@@ -167,11 +124,12 @@ def test_reset_forgets_the_states():
     check_equal(over_ranks("qwen3_5", 2, use), expected)
 
 
-@pytest.mark.parametrize("lengths", [(9, 3), (200, 131)])
-def test_every_rank_refuses_padding_before_a_state(lengths):
-    ids, mask = padded(lengths)
+def test_every_rank_refuses_padding_before_a_state_and_beams():
+    ids, mask = padded((9, 3))
 
     def use(model, cache):
+        with pytest.raises(ValueError, match="num_beams=3"):
+            generate(model, cache, ids_of(5), max_new_tokens=2, num_beams=3)
         with pytest.raises(ValueError) as caught:
             generate(model, cache, ids, attention_mask=mask, max_new_tokens=2)
         return str(caught.value), generate(model, cache, ids[:1], max_new_tokens=2)
@@ -179,14 +137,6 @@ def test_every_rank_refuses_padding_before_a_state(lengths):
     outs = over_ranks("qwen3_5", 2, use)
     assert all("layer 0 of the model is recurrent, and its state can't skip" in said for said, _ in outs)
     check_equal([out for _, out in outs], alone("qwen3_5", ids[:1], max_new_tokens=2))
-
-
-def test_every_rank_refuses_beams():
-    def use(model, cache):
-        with pytest.raises(ValueError, match="num_beams=3"):
-            generate(model, cache, ids_of(5), max_new_tokens=2, num_beams=3)
-
-    over_ranks("qwen3_5", 2, use)
 
 
 @pytest.mark.parametrize(

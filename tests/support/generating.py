@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 
-import pytest
 import torch
 from transformers import (
     DeepseekV2Config,
@@ -91,20 +90,3 @@ def check_equal(outs, expected):
         found, right = torch.stack(out.logits), torch.stack(expected.logits)
         assert (found - right).abs().max() <= 1e-5
         assert torch.equal(found, torch.stack(outs[0].logits)), "ranks have other bits"
-
-
-def refusals_of_changed(name, folder, change):
-    """Return each rank's refusal to load a cache that two ranks saved in ``folder``, and that ``change()`` altered."""
-
-    def save(model, cache):
-        generate(model, cache, ids_of(66), max_new_tokens=2)
-        cache.save(folder)
-
-    def load(model, cache):
-        with pytest.raises(ValueError) as caught:
-            ShardedCache.load(folder, model.config, cache.group)
-        return str(caught.value)
-
-    over_ranks(name, 2, save)
-    change()
-    return over_ranks(name, 2, load)
