@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter, defaultdict, deque
 from itertools import pairwise, product
 
@@ -19,15 +18,16 @@ from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
-from burst_attention.plan.route import ROUTES, Edge
+from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.slices import Slice
 from burst_attention.plan.strategy import Strategy
-from burst_attention.plan.tile import pair_tiles
+from burst_attention.plan.tile import Tile, pair_tiles
 from burst_attention.planner.planner import Planner, traffic_model_of
 from burst_attention.planner.presets import preset
 from burst_attention.planner.traffic import TrafficModel
+from tests.support.pairwise import covering_array
 from tests.support.schedules import assigned, bytes_moved, make_schedule
 
 
@@ -76,14 +76,14 @@ def seen_by_tile(tile) -> np.ndarray:
     return (distance >= tile.lo) & (distance <= tile.hi)
 
 
-@settings(max_examples=1200, deadline=None)
-@given(worlds())
-@pytest.mark.long
-def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask]) -> None:
+@settings(max_examples=250, deadline=None)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask], random) -> None:
     layout, mask = world
     covered = np.zeros((layout.seqlen, layout.seqlen), int)
-    ranks = range(layout.world)
-    for (i, j), tiles in pair_tiles(layout, layout, mask.regions(layout.seqlen), ranks, ranks).items():
+    ranks, regions = range(layout.world), mask.regions(layout.seqlen)
+    found = pair_tiles(layout, layout, regions, ranks, ranks)
+    for (i, j), tiles in found.items():
         q_at, k_at = layout.positions(i), layout.positions(j)
         area = 0
         for tile in tiles:
@@ -93,8 +93,26 @@ def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask]) -> None:
             assert tile.lo >= 1 - tile.columns and tile.hi <= tile.rows - 1
             area += seen.sum()
             covered[np.ix_(q_at[tile.q_start : tile.q_stop], k_at[tile.k_start : tile.k_stop])] += seen
+            check_part(tile, *(sorted(random.choices(range(n + 1), k=2)) for n in (tile.rows, tile.columns)))
         assert tiles.area == area
     np.testing.assert_array_equal(covered, mask.dense(layout.seqlen))
+    counted = TrafficModel(layout, regions).pairs
+    assert [*zip(counted.i.tolist(), counted.j.tolist(), strict=True)] == sorted(found)
+    for n, pair in enumerate(sorted(found)):
+        rows = counted.rows[Side.QUERY][n], counted.rows[Side.KEY][n]
+        assert (counted.area[n], *rows) == (found[pair].area, found[pair].q_rows.count, found[pair].k_rows.count)
+
+
+def check_part(tile: Tile, r: list[int], c: list[int]) -> None:
+    expected, actual = (np.zeros((tile.rows, tile.columns), bool) for _ in "ab")
+    expected[r[0] : r[1], c[0] : c[1]] = seen_by_tile(tile)[r[0] : r[1], c[0] : c[1]]
+    part = tile.part((r[0], r[1]), (c[0], c[1]))
+    if part is not None:
+        top, left = part.q_start - tile.q_start, part.k_start - tile.k_start
+        seen = seen_by_tile(part)
+        assert seen.any(0).all() and seen.any(1).all()
+        actual[top : top + part.rows, left : left + part.columns] = seen
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=70), Mask(cu_seqlens=[0, 90, 230, 300])])
@@ -113,86 +131,50 @@ def test_tiles_of_many_pages_cover_the_dense_mask_once(mask: Mask) -> None:
     np.testing.assert_array_equal(covered, expected)
 
 
-@settings(max_examples=200, deadline=None)
-@given(worlds(most_tokens=60), st.randoms(use_true_random=False))
-def test_part_of_a_tile(world: tuple[Layout, Mask], random) -> None:
-    layout, mask = world
-    for tiles in pair_tiles(layout, layout, mask.regions(layout.seqlen), range(1), range(layout.world)).values():
-        for tile in tiles:
-            r = sorted(random.choices(range(tile.rows + 1), k=2))
-            c = sorted(random.choices(range(tile.columns + 1), k=2))
-            expected = np.zeros((tile.rows, tile.columns), bool)
-            expected[r[0] : r[1], c[0] : c[1]] = seen_by_tile(tile)[r[0] : r[1], c[0] : c[1]]
-            actual = np.zeros_like(expected)
-            part = tile.part((r[0], r[1]), (c[0], c[1]))
-            if part is not None:
-                top, left = part.q_start - tile.q_start, part.k_start - tile.k_start
-                seen = seen_by_tile(part)
-                assert seen.any(0).all() and seen.any(1).all()
-                actual[top : top + part.rows, left : left + part.columns] = seen
-            np.testing.assert_array_equal(actual, expected)
-
-
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_layouts_partition_evenly(name: str, world: int) -> None:
-    for seqlen in range(4 * world + 2):
-        layout = Layout(name, seqlen, world)
-        held = [layout.positions(rank) for rank in range(world)]
-        assert sorted(np.concatenate(held).tolist()) == list(range(seqlen))
-        assert [len(h) for h in held] == list(layout.lengths)
-        assert max(layout.lengths) - min(layout.lengths) <= 1
-        joined = np.concatenate(held)
-        np.testing.assert_array_equal(joined[layout.gather_order], np.arange(seqlen))
+def test_layouts_partition_evenly(name: str) -> None:
+    for world in (1, 2, 3, 5, 8):
+        for seqlen in range(4 * world + 2):
+            layout = Layout(name, seqlen, world)
+            held = [layout.positions(rank) for rank in range(world)]
+            assert sorted(np.concatenate(held).tolist()) == list(range(seqlen))
+            assert [len(h) for h in held] == list(layout.lengths)
+            assert max(layout.lengths) - min(layout.lengths) <= 1
+            np.testing.assert_array_equal(np.concatenate(held)[layout.gather_order], np.arange(seqlen))
 
 
 @pytest.mark.parametrize("name", sorted(set(LAYOUTS) - {BALANCED}))
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_layouts_per_document_cut_each_document_by_itself(name: str, world: int) -> None:
+def test_layouts_per_document_cut_each_document_by_itself(name: str) -> None:
     borders = (0, 0, 4, 4, 5, 36, 41, 41)
-    layout = Layout(name + PER_DOCUMENT, 41, world, borders)
-    held = [layout.positions(rank) for rank in range(world)]
-    assert sorted(np.concatenate(held).tolist()) == list(range(41))
-    np.testing.assert_array_equal(np.concatenate(held)[layout.gather_order], np.arange(41))
-    for rank in range(world):
-        alone = [Layout(name, stop - start, world).positions(rank) + start for start, stop in pairwise(borders)]
-        np.testing.assert_array_equal(
-            held[rank], np.sort(np.concatenate(alone)) if world == 1 else np.concatenate(alone)
-        )
+    for world in (1, 2, 3, 5):
+        layout = Layout(name + PER_DOCUMENT, 41, world, borders)
+        held = [layout.positions(rank) for rank in range(world)]
+        assert sorted(np.concatenate(held).tolist()) == list(range(41))
+        np.testing.assert_array_equal(np.concatenate(held)[layout.gather_order], np.arange(41))
+        for rank in range(world):
+            alone = [Layout(name, stop - start, world).positions(rank) + start for start, stop in pairwise(borders)]
+            own = np.concatenate(alone)
+            np.testing.assert_array_equal(held[rank], np.sort(own) if world == 1 else own)
 
 
-def test_zigzag_per_document_is_balanced_whatever_the_documents() -> None:
-    schedule = make_schedule(
-        640, mask=Mask(cu_seqlens=[0, 16, 560, 640]), layout="zigzag-per-document", route="direct", rank=0, world=8
-    )
-    ranks = range(8)
-    areas = [
-        sum(x.area for x in pair_tiles(*[schedule.layout] * 2, schedule.regions, [r], ranks).values()) for r in ranks
-    ]
-    assert max(areas) == min(areas) == sum(n * (n + 1) // 2 for n in (16, 544, 80)) // 8
+def test_documents_of_layouts_per_document() -> None:
+    def planned(mask: Mask, layout: str = "zigzag-per-document"):
+        return make_schedule(40, mask=mask, layout=layout, route="direct", rank=1, world=3)
 
-
-def test_a_layout_per_document_without_documents_cuts_the_sequence() -> None:
-    one = make_schedule(40, mask=Mask(), layout="zigzag-per-document", route="direct", rank=1, world=3)
-    assert one.layout.segments(1) == Layout("zigzag", 40, 3).segments(1)
-
-
-def test_layouts_of_other_documents_differ() -> None:
-    one, other = (
-        make_schedule(40, mask=Mask(cu_seqlens=c), layout="zigzag-per-document", route="direct", rank=0, world=2)
-        for c in ([0, 8, 40], [0, 16, 40])
-    )
+    one, other = (planned(Mask(cu_seqlens=c)) for c in ([0, 8, 40], [0, 16, 40]))
     assert one.with_mask(Mask()).description != other.with_mask(Mask()).description
     assert one.with_mask(other.mask).layout == one.layout
+    assert planned(Mask()).layout.segments(1) == Layout("zigzag", 40, 3).segments(1)
 
 
-def test_zigzag_is_balanced_under_a_causal_mask() -> None:
-    layout = Layout("zigzag", 4096, 8)
-    areas = []
+@pytest.mark.parametrize("documents", [(0, 4096), (0, 16, 560, 640)])
+def test_zigzag_is_balanced_under_a_causal_mask(documents: tuple[int, ...]) -> None:
+    name = "zigzag-per-document" if len(documents) > 2 else "zigzag"
+    layout, mask, areas = Layout(name, documents[-1], 8, documents), Mask(cu_seqlens=documents), []
     for rank in range(8):
-        pairs = pair_tiles(layout, layout, Mask().regions(4096), [rank], range(8))
+        pairs = pair_tiles(layout, layout, mask.regions(layout.seqlen), [rank], range(8))
         areas.append(sum(tiles.area for tiles in pairs.values()))
-    assert max(areas) == min(areas) == 4096 * 4097 // 2 // 8
+    assert max(areas) == min(areas) == sum(n * (n + 1) // 2 for n in np.diff(documents)) // 8
 
 
 def test_a_zigzag_diagonal_is_one_causal_tile() -> None:
@@ -202,7 +184,7 @@ def test_a_zigzag_diagonal_is_one_causal_tile() -> None:
     assert next(iter(pairs[2, 2])) == (0, 16, 0, 16, 0, 15)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=8), st.data())
 def test_rows_are_sets(intervals: list[tuple[int, int]], data) -> None:
     def make(pairs) -> Rows:
@@ -260,7 +242,6 @@ class Simulation:
                     self.held[rank][place] = np.stack([ordered, np.full_like(ordered, -1)], 1)
         # partial sums: per row a Counter of the contributions folded in, (position, head group) of the other side
         self.sums: list[dict] = [{} for _ in ranks]
-        self.most_held = 0
 
     def run(self) -> None:
         at, waiting = [0] * self.layout.world, True
@@ -290,7 +271,6 @@ class Simulation:
                     sent, payload = self.wires[m.edge.source, rank].popleft()
                     assert reported(sent) == reported(m.edge)
                     self.arrived(rank, program, m, payload)
-                self.most_held = max(self.most_held, len(self.held[rank]) - 2)
             case Move():
                 assert reported(op.source.edge) == reported(op.target.edge) and op.source.edge.target == rank
                 self.arrived(rank, program, op.target, self.outgoing(rank, program, op.source))
@@ -375,57 +355,37 @@ def nodes_of(world: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(0, 2), min_size=world, max_size=world).map(tuple)
 
 
-@settings(max_examples=500, deadline=None)
-@given(worlds(most_tokens=30, most_ranks=5), st.sampled_from(sorted(ROUTES)), st.sampled_from(Direction), st.data())
-def test_programs_bring_every_pair_home_once(
-    world: tuple[Layout, Mask], route: str, direction: Direction, data
-) -> None:
-    layout, mask = world
-    cells = layout.world**2
-    ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
-    drawn = np.array(ranks).reshape(layout.world, layout.world)
-    either, both = nearest(layout.world), blocks(layout.world, 2)
-    assignment = data.draw(st.sampled_from([rows, columns, either, both, lambda i, j: drawn[i, j]]))
-    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
-    schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
-    simulation = Simulation(schedules, heads(WHOLE, assignment), direction)
-    simulation.run()
-    simulation.check(mask, direction)
-
-
 @st.composite
-def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
-    """Return splits of heads into groups with assignments of cells: by sequence groups, cached or not, or at random."""
-    layout, mask = draw(worlds(most_tokens=30, most_ranks=1))
-    count, contexts = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3)]))
-    layout = dataclasses.replace(layout, world=count * contexts)
+def cubes(draw) -> tuple[int, Cube, Groups]:
+    """Return a world, and an assignment of its cells: by sequence groups, cached or not, or at random."""
+    ways = [(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3), *((1, n) for n in (2, 3, 4, 5))]
+    count, contexts = draw(st.sampled_from(ways))
+    ranks = count * contexts
     shared = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
     chunks = draw(st.integers(0, 3)) if count > 1 else 0
     if draw(st.booleans()):
-        shape = (count, layout.world, layout.world)
-        dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, layout.world, shape)
-        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared, chunks=chunks)
+        dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, ranks, (count, ranks, ranks))
+        return ranks, lambda i, j, group: dice[group, i, j], Groups(count, shared, chunks=chunks)
     groups = Groups(count, shared, count > 1 and draw(st.booleans()), chunks)
-    return (
-        layout,
-        mask,
-        heads(groups, draw(st.sampled_from([rows, columns, nearest(contexts), blocks(contexts, 2)]))),
-        groups,
-    )
+    inner = draw(st.sampled_from([rows, columns, nearest(contexts), blocks(contexts, 2)]))
+    return ranks, heads(groups, inner), groups
 
 
-@settings(max_examples=500, deadline=None)
-@given(cubes(), st.sampled_from(["direct", "nodes"]), st.sampled_from(Direction), st.data())
-def test_programs_bring_every_cell_home_once(
-    case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
-) -> None:
-    layout, mask, cube, groups = case
-    route = "direct" if groups.chunks else route
-    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
-    schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
+def check_programs(data, layout: Layout, mask: Mask, cube: Cube, groups: Groups, keys: Layout | None = None) -> None:
+    routes = ["direct"] if groups.chunks else ["direct", "nodes"] if groups.query > 1 else sorted(ROUTES)
+    over = dataclasses.replace(ROUTES[data.draw(st.sampled_from(routes))], nodes=data.draw(nodes_of(layout.world)))
+    schedules = [Schedule(layout, mask, over, rank, keys=keys) for rank in range(layout.world)]
+    direction = data.draw(st.sampled_from(Direction))
     simulation = Simulation(schedules, cube, direction, groups)
     simulation.run()
     simulation.check(mask, direction)
+
+
+@settings(max_examples=250, deadline=None)
+@given(worlds(most_tokens=24, most_ranks=1), cubes(), st.data())
+def test_programs_bring_every_cell_home_once(world: tuple[Layout, Mask], case: tuple[int, Cube, Groups], data) -> None:
+    (layout, mask), (ranks, cube, groups) = world, case
+    check_programs(data, dataclasses.replace(layout, world=ranks), mask, cube, groups)
 
 
 @st.composite
@@ -436,25 +396,16 @@ def stretches(draw, world: int, most: int) -> Layout:
     return Layout.of_stretches([[range(n, n + 1) for n in np.flatnonzero(owners == rank)] for rank in range(world)])
 
 
-@settings(max_examples=300, deadline=None)
-@given(cubes(), st.sampled_from(["direct", "nodes", "ring"]), st.sampled_from(Direction), st.data())
-def test_programs_bring_every_cell_of_two_layouts_home_once(
-    case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
-) -> None:
-    layout, _, cube, groups = case
-    route = "direct" if groups.chunks or groups.query > 1 else route
-    name = data.draw(st.sampled_from(["zigzag", "contiguous", "zigzag-by-halves"]))
-    layout = Layout(name, data.draw(st.integers(0, 14)), layout.world, start=data.draw(st.integers(0, 24)))
-    keys = data.draw(stretches(layout.world, 12))
-    mask = data.draw(masks(max(layout.stop, keys.stop)))
-    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
-    schedules = [Schedule(layout, mask, over, rank, keys=keys) for rank in range(layout.world)]
-    simulation = Simulation(schedules, cube, direction, groups)
-    simulation.run()
-    simulation.check(mask, direction)
+@settings(max_examples=150, deadline=None)
+@given(cubes(), st.sampled_from(["zigzag", "contiguous", "zigzag-by-halves"]), st.data())
+def test_programs_bring_every_cell_of_two_layouts_home_once(case: tuple[int, Cube, Groups], name: str, data) -> None:
+    ranks, cube, groups = case
+    layout = Layout(name, data.draw(st.integers(0, 14)), ranks, start=data.draw(st.integers(0, 24)))
+    keys = data.draw(stretches(ranks, 12))
+    check_programs(data, layout, data.draw(masks(max(layout.stop, keys.stop))), cube, groups, keys)
 
 
-@pytest.mark.parametrize(("world", "count"), [(6, 1), (6, 2), (6, 3), (8, 4), (8, 8)])
+@pytest.mark.parametrize(("world", "count"), [(6, 1), (6, 3), (8, 8)])
 def test_each_step_is_a_permutation_of_the_ranks_own_context_first(world: int, count: int) -> None:
     groups, ranks = Groups(count, count), np.arange(world)
     distance = groups.distance(ranks[:, None], ranks, world)
@@ -465,11 +416,11 @@ def test_each_step_is_a_permutation_of_the_ranks_own_context_first(world: int, c
         np.testing.assert_array_equal(distance, (ranks - ranks[:, None]) % world)
 
 
-@pytest.mark.parametrize(("world", "count", "size"), [(8, 1, 4), (8, 2, 4), (12, 1, 3), (12, 2, 4)])
+@pytest.mark.parametrize(("world", "count", "size"), [(8, 2, 4), (12, 1, 3)])
 def test_by_nodes_each_step_is_a_permutation_too_own_node_first(world: int, count: int, size: int) -> None:
-    groups, ranks, nodes = Groups(count, count), np.arange(world), tuple(np.arange(world) // size)
-    route = dataclasses.replace(ROUTES["nodes"], nodes=nodes)
-    distance = route.distance(groups, ranks[:, None], ranks, world)
+    ranks = np.arange(world)
+    route = dataclasses.replace(ROUTES["nodes"], nodes=tuple(ranks // size))
+    distance = route.distance(Groups(count, count), ranks[:, None], ranks, world)
     for line in (*distance, *distance.T):
         assert sorted(line) == list(range(world))
     assert ((distance < size) == (ranks[:, None] // size == ranks // size)).all()
@@ -563,114 +514,98 @@ def test_chunks_are_what_shards_have_of_each_stretch() -> None:
             assert reported == got and table[:, 3].sum() == len(got)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
-@pytest.mark.parametrize(("world", "count", "heads"), [(4, 1, 4), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 1)])
-@pytest.mark.long
-def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
-    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
-    shape = Shape(q_heads=12, kv_heads=heads, **sizes)
-    chunks = (0, 2) if count > 1 else (0,)
-    for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
-        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
-        schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
-        check_counted(schedules, shape, circulate, groups)
+SIZES = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
+MASKS = [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])]
+COUNTED = covering_array(
+    {
+        "mask": MASKS,
+        "world": [(4, 1, 4), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 1)],  # ranks, head groups, key-value heads
+        "layout": ["zigzag", "striped"],
+        "circulate": list(CIRCULATIONS),
+        "cut": [(False, 0), (True, 0), (False, 2), (True, 2)],
+    }
+)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9)])
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_bytes_counted_for_a_choice_are_those_of_the_programs(case: dict) -> None:
+    world, count, kv_heads = case["world"]
+    keep, chunks = case["cut"] if count > 1 else (False, 0)
+    groups = Groups.of(count, q_heads=12, kv_heads=kv_heads, keep=keep, chunks=chunks)
+    layout = Layout(case["layout"], 50, world)
+    schedules = [Schedule(layout, case["mask"], ROUTES["direct"], rank) for rank in range(world)]
+    check_counted(schedules, Shape(q_heads=12, kv_heads=kv_heads, **SIZES), case["circulate"], groups)
+
+
 @pytest.mark.parametrize(("count", "chunks"), [(1, 0), (2, 0), (2, 2), (4, 1)])
-def test_bytes_counted_for_two_layouts_are_those_of_the_programs(mask: Mask, count: int, chunks: int) -> None:
-    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
-    shape, groups = Shape(q_heads=12, kv_heads=4, **sizes), Groups.of(count, q_heads=12, kv_heads=4, chunks=chunks)
+def test_bytes_counted_for_two_layouts_are_those_of_the_programs(count: int, chunks: int) -> None:
+    shape, groups = Shape(q_heads=12, kv_heads=4, **SIZES), Groups.of(count, q_heads=12, kv_heads=4, chunks=chunks)
     queries = Layout("zigzag", 13, 4, start=37)
     keys = Layout.of_stretches([[(0, 9), (40, 50)], [(9, 11)], [], [(11, 40)]])
-    schedules = [Schedule(queries, mask, ROUTES["direct"], rank, keys=keys) for rank in range(4)]
-    for circulate in CIRCULATIONS:
+    for n, circulate in enumerate(CIRCULATIONS):
+        schedules = [Schedule(queries, MASKS[n % 3], ROUTES["direct"], rank, keys=keys) for rank in range(4)]
         check_counted(schedules, shape, circulate, groups)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize(("mask", "layout"), [*zip(MASKS, ["zigzag", "contiguous", "striped", "zigzag"], strict=True)])
 def test_gathered_keys_arrive_in_one_exchange_and_are_one_visit(mask: Mask, layout: str) -> None:
-    world, groups = 5, Groups(gather=True)
-    shape = Shape(q_heads=4, kv_heads=2, batch=2, head_dim=8, v_head_dim=4, io=2, partial=4, accumulate=4)
+    world, groups, shape = 5, Groups(gather=True), Shape(q_heads=4, kv_heads=2, **SIZES)
     schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
     check_counted(schedules, shape, "key-value", groups)
     plain, traffic = ([each.traffic(shape, "key-value", one) for each in schedules] for one in (WHOLE, groups))
     assert plain == traffic
-    for direction in Direction:
-        for schedule in schedules:
-            ops = schedule.program("key-value", direction, groups).ops
-            assert sum(isinstance(op, Visit) for op in ops) <= 2
-            assert {op.step for op in ops if isinstance(op, Post) and any(not m.edge.partial for m in op.sends)} <= {1}
+    for direction, schedule in product(Direction, schedules):
+        ops = schedule.program("key-value", direction, groups).ops
+        assert sum(isinstance(op, Visit) for op in ops) <= 2
+        assert {op.step for op in ops if isinstance(op, Post) and any(not m.edge.partial for m in op.sends)} <= {1}
 
 
 def check_counted(schedules: list[Schedule], shape: Shape, circulate: str, groups: Groups) -> None:
     """Compare the bytes and messages that a choice counts with those of the programs of all ranks."""
-    moved = bytes_moved(schedules[0], shape, circulate, groups)
+    first = schedules[0]
+    moved = bytes_moved(first, shape, circulate, groups)
     traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
     assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
-    for direction in Direction:
-        asked = schedules[0], shape, circulate, direction, groups
-        assert messages_counted(*asked) == messages_of_edges(*asked)
+    model, contexts = traffic_model_of(first).for_groups(groups), first.layout.world // groups.query
+    for direction, inner in CIRCULATIONS[circulate](contexts).items():
+        counted, sent = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+        found = model.messages(shape, direction, inner, groups, model.cells(direction, groups, inner))
+        for *key, size in np.stack((found.step, found.source, found.target, found.size), 1).tolist():
+            counted[tuple(key)] += size
+        work = first.work(circulate, direction, groups)
+        for edge in work.edges(work.cells()):
+            if edge.source != edge.target and edge.rows.count:
+                size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
+                sent[edge.step, edge.source, edge.target] += size
+        assert dict(counted) == dict(sent)
 
 
-def messages_counted(
-    schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
-) -> dict[tuple[int, ...], int]:
-    """Return bytes by (step, source, target), as used to predict times."""
-    inner, tally = CIRCULATIONS[circulate](schedule.layout.world // groups.query)[direction], traffic_model_of(schedule)
-    tally = tally.for_groups(groups)
-    found = tally.messages(shape, direction, inner, groups, tally.cells(direction, groups, inner))
-    reported = Counter[tuple[int, ...]]()
-    for *key, size in zip(*(x.tolist() for x in (found.step, found.source, found.target, found.size)), strict=True):
-        reported[tuple(key)] += size
-    return dict(reported)
+def test_blocks_are_of_one_size_or_nearly() -> None:
+    for world in range(1, 20):
+        i, j = np.indices((world, world))
+        for keys in range(1, world + 1):
+            ranks = blocks(world, keys)(i, j)
+            cells = np.bincount(ranks.ravel(), minlength=world)
+            assert len(cells) == world and cells.min() > 0
+            if world % keys == 0:
+                assert set(cells) == {world} and (np.diag(ranks) == np.arange(world)).all()
 
 
-def messages_of_edges(
-    schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
-) -> dict[tuple[int, ...], int]:
-    """Return the same bytes from the programs that run."""
-    work, sent = schedule.work(circulate, direction, groups), Counter[tuple[int, ...]]()
-    for edge in work.edges(work.cells()):
-        if edge.source != edge.target and edge.rows.count:
-            size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
-            sent[edge.step, edge.source, edge.target] += size
-    return dict(sent)
-
-
-@pytest.mark.parametrize("world", range(1, 20))
-def test_blocks_are_of_one_size_or_nearly(world: int) -> None:
-    i, j = np.indices((world, world))
-    for keys in range(1, world + 1):
-        ranks = blocks(world, keys)(i, j)
-        cells = np.bincount(ranks.ravel(), minlength=world)
-        assert len(cells) == world and cells.min() > 0
-        if world % keys == 0:
-            assert set(cells) == {world} and (np.diag(ranks) == np.arange(world)).all()
-
-
-@pytest.mark.parametrize("route", ["direct", "ring"])
-@pytest.mark.parametrize("assignment", [rows, columns], ids=["rows", "columns"])
-@pytest.mark.parametrize("direction", list(Direction))
-def test_buffers_do_not_grow_with_the_world(route: str, direction: Direction, assignment) -> None:
+def test_buffers_do_not_grow_with_the_world() -> None:
     """A rank holds at most two foreign shards, and one outgoing and one incoming partial per exchange."""
-    for world in (4, 8, 12):
-        layout = Layout("zigzag", 16 * world, world)
-        for rank in range(world):
-            program = assigned(Schedule(layout, Mask(), ROUTES[route], rank), heads(WHOLE, assignment), direction)
-            held, arriving, most = 0, {}, 0
-            for op in program.ops:
-                if isinstance(op, Post):
-                    arriving[op.step] = sum(not m.edge.partial for m in op.receives)
-                    assert sum(m.edge.partial for m in op.sends) <= 1
-                    assert sum(m.edge.partial for m in op.receives) <= 1
-                elif isinstance(op, Wait):
-                    held += arriving.pop(op.step)
-                elif isinstance(op, Drop):
-                    held -= 1
-                most = max(most, held + sum(arriving.values()))
-            assert most <= 2
+    cases = product(("direct", "ring"), (rows, columns), Direction, (4, 12), (0, 3))
+    for route, assignment, direction, world, rank in cases:
+        schedule = Schedule(Layout("zigzag", 16 * world, world), Mask(), ROUTES[route], rank)
+        held, arriving = 0, {}
+        for op in assigned(schedule, heads(WHOLE, assignment), direction).ops:
+            if isinstance(op, Post):
+                arriving[op.step] = sum(not m.edge.partial for m in op.receives)
+                assert sum(m.edge.partial for m in op.sends) <= 1 and sum(m.edge.partial for m in op.receives) <= 1
+            elif isinstance(op, Wait):
+                held += arriving.pop(op.step)
+            elif isinstance(op, Drop):
+                held -= 1
+            assert held + sum(arriving.values()) <= 2
 
 
 def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
@@ -709,15 +644,6 @@ def test_the_next_exchange_is_posted_before_a_visit() -> None:
                 assert op.step + 1 in posted
 
 
-def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: Direction, groups: Groups) -> int:
-    """Return the bytes between nodes, by sender."""
-    return sum(
-        edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
-        for edge in edges
-        if nodes[edge.source] != nodes[edge.target]
-    )
-
-
 @pytest.mark.parametrize(
     ("nodes", "heads", "kv_heads", "count", "circulate", "most"),
     [
@@ -733,15 +659,16 @@ def test_what_crosses_to_another_node_does_so_once(
     """Compare with zigzag and direct messages, forward and backward, bf16."""
     world, sizes = len(nodes), {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
     shape = Shape(q_heads=heads, kv_heads=kv_heads, **sizes)
-    total = {}
-    for route, groups in (
-        ("direct", WHOLE),
-        ("nodes", Groups.of(count, q_heads=heads, kv_heads=kv_heads, keep=count > 1)),
-    ):
+    total, cut = {}, Groups.of(count, q_heads=heads, kv_heads=kv_heads, keep=count > 1)
+    for route, groups in (("direct", WHOLE), ("nodes", cut)):
         over = dataclasses.replace(ROUTES[route], nodes=nodes)
         schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, Strategy(ulysses_degree=groups.query))
-        works = [schedule.work(circulate, direction, groups) for direction in Direction]
-        total[route] = sum(across(w.edges(w.cells()), nodes, shape, w.direction, groups) for w in works)
+        total[route] = sum(
+            edge.rows.count * shape.row_bytes(edge, work.direction) // groups.count(edge.side)
+            for work in (schedule.work(circulate, direction, groups) for direction in Direction)
+            for edge in work.edges(work.cells())
+            if nodes[edge.source] != nodes[edge.target]
+        )
     assert total["nodes"] <= most * total["direct"]
 
 
@@ -777,7 +704,7 @@ def test_wire_of_the_papers_table() -> None:
     assert schedule.choose_circulation(grouped) == "key-value"
 
 
-@pytest.mark.parametrize("world", [3, 4, 5, 8, 16])
+@pytest.mark.parametrize("world", [3, 5, 8])
 def test_either_balances_a_contiguous_layout(world: int) -> None:
     """Half a ring of whole blocks each: 1 / world more than the mean at most; fewer bytes than zigzag's best."""
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
@@ -799,28 +726,6 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
         assert max(op.step for op in ops if isinstance(op, Visit)) <= world // 2
 
 
-@settings(max_examples=200, deadline=None)
-@given(worlds())
-def test_rows_needed_are_those_of_the_pairs(world: tuple[Layout, Mask]) -> None:
-    layout, mask = world
-    ranks, regions = range(layout.world), mask.regions(layout.seqlen)
-    tiles, counted = pair_tiles(layout, layout, regions, ranks, ranks), TrafficModel(layout, regions).pairs
-    assert [*zip(counted.i.tolist(), counted.j.tolist(), strict=True)] == sorted(tiles)
-    for n, pair in enumerate(sorted(tiles)):
-        found = (counted.area[n], counted.rows[Side.QUERY][n], counted.rows[Side.KEY][n])
-        assert found == (tiles[pair].area, tiles[pair].q_rows.count, tiles[pair].k_rows.count)
-
-
-def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
-    schedule = make_schedule(1 << 20, mask=Mask(), layout="zigzag", route="direct", rank=5, world=256)
-    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
-    started = time.perf_counter()
-    assert schedule.choose_circulation(shape) == "query"
-    assert (
-        time.perf_counter() - started < 3.0
-    )  # about 0.1 s on an idle core; objects for 65,536 pairs take half a minute
-
-
 def test_route_auto_crosses_between_crowded_hosts_once() -> None:
     def pick(hosts: list[int] | None) -> str:
         planner = Planner(nodes=None if hosts is None else tuple(hosts))
@@ -829,19 +734,6 @@ def test_route_auto_crosses_between_crowded_hosts_once() -> None:
 
     assert pick(None) == pick([0] * 8) == pick(list(range(8))) == "direct"
     assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "nodes"
-
-
-def test_a_million_tokens_in_two_thousand_documents_plan_quickly() -> None:
-    borders = [0, *np.sort(np.random.default_rng(0).choice(1 << 20, 1999, replace=False)).tolist(), 1 << 20]
-    best = min(_plan_seconds(borders) for _ in range(3))
-    assert best < 1.0  # about 20 ms on an idle core
-
-
-def _plan_seconds(borders: list[int]) -> float:
-    started = time.perf_counter()
-    schedule = make_schedule(1 << 20, mask=Mask(cu_seqlens=borders), layout="zigzag", route="direct", rank=3, world=8)
-    assert all(schedule.program("query", direction).ops for direction in Direction)
-    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize(
@@ -909,17 +801,14 @@ def test_many_alike_rows_of_blocks_are_few_regions() -> None:
     assert len(Mask(blocks=sinks_and_neighbours, block=16).regions(16 * count)) < 3 * count
 
 
-@pytest.mark.parametrize("world", [64, 300])
-def test_a_world_is_planned_with_blocks(world: int) -> None:
+def test_a_world_is_planned_with_blocks() -> None:
     """Large worlds are predicted by smaller ones, with a similar pattern."""
-    count = 2 * world
-    blocks = np.eye(count, dtype=bool) | (np.arange(count) % 8 == 0)
-    mask = Mask(blocks=blocks, block=64)
-    schedule = make_schedule(64 * count, mask=mask, layout="zigzag", route="direct", rank=1, world=world)
+    count, world = 600, 300
+    mask = Mask(blocks=np.eye(count, dtype=bool) | (np.arange(count) % 8 == 0), block=64)
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
     planner = Planner(preset("cpu"), known=shape)
     found = planner.choose(64 * count, mask=mask, strategy=Strategy(), rank=1, world=world)
-    assert found.mask == mask and found.layout.seqlen == schedule.layout.seqlen
+    assert found.mask == mask and found.layout.seqlen == 64 * count
 
 
 def test_masks_are_values() -> None:
