@@ -48,6 +48,12 @@ def over_ranks(call, world=2):
     return str(caught.value.errors[0])
 
 
+def succeeds(call, world=2):
+    """Run ``call(plan)`` on ranks; none may fail."""
+    with local_world(world, timeout=20) as ranks:
+        ranks.run(lambda group: call(make_plan(SEQLEN, group=group)) and None)
+
+
 class Shift(nn.Module):
     """A part that adds the previous token to each token; its class is unknown."""
 
@@ -111,20 +117,13 @@ def forward(model, plan, plans=None):
     return model.model(shard["input_ids"], **arguments)[0], shard
 
 
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        (Shift(), "layers.0.mlp.1 (Shift) is not known to treat each token independently"),
-        (nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double(), "(Conv1d) is not known to treat each token independently"),
-    ],
-)
-def test_a_part_that_is_not_known_is_refused_by_the_attention(part, name):
-    model = with_part(part)
-    assert name in over_ranks(lambda plan: forward(model, plan))
-
-
-def test_one_rank_takes_any_part():
-    assert forward(with_part(Shift()), make_plan(SEQLEN))[0].isfinite().all()
+def test_a_part_that_is_not_known_is_refused_by_the_attention():
+    convolution = nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double()
+    for part, name in ((Shift(), "layers.0.mlp.1 (Shift)"), (convolution, "(Conv1d)")):
+        model = with_part(part)
+        text = over_ranks(lambda plan, model=model: forward(model, plan))
+        assert f"{name} is not known to treat each token independently" in text
+    assert forward(with_part(Shift()), make_plan(SEQLEN))[0].isfinite().all(), "one rank takes any part"
     hf.check_model(with_part(Shift()), make_plan(SEQLEN))
 
 
@@ -148,15 +147,13 @@ def test_what_names_do_not_tell_is_measured(part):
 def test_random_values_are_measured_in_training():
     model = with_part(nn.Sequential(NoiseLayer(), nn.Dropout(0.5)))
     assert "differ from run to run" in over_ranks(lambda plan: hf.check_model(copy.deepcopy(model).train(), plan))
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(lambda group: hf.check_model(copy.deepcopy(model).eval(), make_plan(SEQLEN, group=group)))
+    succeeds(lambda plan: hf.check_model(copy.deepcopy(model).eval(), plan))
 
 
 def test_a_subclass_is_trusted_if_it_inherits_its_forward():
     own, named = OwnLinear(32, 32).double(), NamedLinear(32, 32).double()
     assert "(OwnLinear) is not known" in over_ranks(lambda plan: forward(with_part(own), plan))
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(lambda group: forward(with_part(named), make_plan(SEQLEN, group=group)) and None)
+    succeeds(lambda plan: forward(with_part(named), plan))
     model = make_model("llama")
     model.model.layers[1].mlp = OwnMLP(model.config).double()
     assert "layers.1.mlp (OwnMLP) is not known" in over_ranks(lambda plan: forward(model, plan))
@@ -169,7 +166,7 @@ def test_a_part_with_another_forward_is_refused():
     assert "layers.0.mlp (LlamaMLP) has the forward test_a_part_with" in over_ranks(lambda plan: forward(model, plan))
 
 
-@pytest.mark.parametrize("put", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("put", ["register_forward_pre_hook", "register_full_backward_hook"])
 def test_hooks_on_parts_are_refused(put):
     def by_length(module, *args):
         return None
@@ -180,10 +177,6 @@ def test_hooks_on_parts_are_refused(put):
     assert refusal.removeprefix("model.") in over_ranks(lambda plan: forward(model, plan))
     assert refusal in over_ranks(lambda plan: hf.check_model(model, plan))
     assert refusal in over_ranks(lambda plan: hf.parallelize(model, plan.transport.group))
-
-
-def test_a_window_that_is_not_used_may_be_anything():
-    hf.check_config(Qwen2MoeConfig(**SMALL, num_experts=4, use_sliding_window=False))
 
 
 def test_what_is_declared_to_treat_each_token_by_itself_is_taken():
@@ -200,8 +193,7 @@ def test_what_is_declared_to_treat_each_token_by_itself_is_taken():
     assert hf.token_wise(OwnNorm) is OwnNorm
     model = with_part(OwnNorm())
     model.model.layers[1].register_forward_hook(hf.token_wise(lambda *_: seen.append(True)))
-    with local_world(2) as ranks:
-        ranks.run(lambda group: forward(model, make_plan(SEQLEN, group=group)) and None)
+    succeeds(lambda plan: forward(model, plan))
     assert seen
     assert "ShiftedNorm) is not known" in over_ranks(lambda plan: forward(with_part(ShiftedNorm()), plan))
     hf.token_wise(ShiftedNorm)
@@ -241,8 +233,7 @@ def test_random_values_of_parts_are_refused_in_training(name, setting):
         with pytest.raises(ValueError, match=setting):
             hf.check_config(model.config)
         hf.check_config(model.config, training=False)
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(lambda group: forward(model.eval(), make_plan(SEQLEN, group=group)) and None)
+    succeeds(lambda plan: forward(model.eval(), plan))
 
 
 def test_dropout_is_refused_over_ranks_and_where_layers_are_computed_again():
@@ -286,86 +277,85 @@ def test_a_right_model_passes_the_measure_and_keeps_its_mode(name):
             assert ranks.run(check) == [(True, False)] * world
 
 
-def test_a_switched_model_is_refused_by_check_model():
-    model = make_model("llama", "sdpa")
-    assert "attn_implementation='sdpa' of layers of LlamaForCausalLM" in over_ranks(
-        lambda plan: hf.check_model(model, plan)
+def test_a_switched_layer_or_model_is_refused():
+    model, other = make_model("llama"), make_model("llama", "sdpa")
+    refused = "attn_implementation='sdpa' of layers of Llama"
+    assert refused in over_ranks(lambda plan: hf.check_model(other, plan))
+    model.model.layers[1].self_attn.config = other.config
+    assert refused in over_ranks(lambda plan: forward(model, plan))
+
+
+def losses_of(models, plan, *, cut_ahead=False, loss=next_token_loss, copied=()):
+    """Run each model on a batch, then the loss; ``copied``: models whose labels are a copy, as on another device."""
+    shards = [
+        hf.shard_batch({name: x.roll(n, 1) for name, x in make_batch().items()}, plan) for n in range(len(models))
+    ]
+    for n, model in enumerate(models):
+        shard = shards[n] if cut_ahead else hf.shard_batch(make_batch(), plan)
+        positions = shard["position_ids"]
+        hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
+        labels = shard["shift_labels"].clone() if n in copied else shard["shift_labels"]
+        for _ in range(2):
+            loss(hidden, model.lm_head.weight, labels, plan)
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("sdpa",), {}),
+        (("sdpa",), {"loss": next_token_nll, "copied": (0,)}),
+        (("burst", "sdpa"), {}),  # switched between batches
+        (("burst", "sdpa"), {"cut_ahead": True}),  # an attention counts for its own batch
+        (("burst", "sdpa"), {"copied": (1,)}),
+    ],
+)
+def test_a_switched_model_is_refused_by_the_loss(names, options):
+    models = [make_model("llama", name) for name in names]
+    assert "no attention has used the plan for this batch" in over_ranks(
+        lambda plan: losses_of(models, plan, **options)
     )
 
 
-def test_a_switched_layer_is_refused_by_the_others():
-    model, other = make_model("llama"), make_model("llama", "sdpa")
-    model.model.layers[1].self_attn.config = other.config
-    assert "attn_implementation='sdpa' of layers of LlamaModel" in over_ranks(lambda plan: forward(model, plan))
+@pytest.mark.parametrize("options", [{"copied": (1,)}, {"cut_ahead": True, "copied": (0, 1, 2)}])
+def test_copied_labels_are_those_of_their_own_batch(options):
+    model = make_model("llama")
+    succeeds(lambda plan: losses_of([model] * 3, plan, **options))
 
 
-@pytest.mark.parametrize("loss", [next_token_loss, next_token_nll])
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_switched_model_is_refused_by_the_loss(loss, moved):
-    """This holds for copied labels too, as after a move to a device."""
-    model = make_model("llama", "sdpa")
+def test_an_attention_of_ones_own_counts():
+    """Without a transformers model, burst_attention itself marks the plan as used."""
 
     def call(plan):
-        hidden, shard = forward(model, plan)
-        labels = shard["shift_labels"].clone() if moved else shard["shift_labels"]
-        loss(hidden, model.lm_head.weight, labels, plan)
+        for copied in (False, True):
+            shard = hf.shard_batch(make_batch(), plan)
+            x = torch.randn(2, 1, plan.length, 8)
+            hidden = burst_attention(x, x, x, plan)[:, 0]
+            labels = shard["shift_labels"].clone() if copied else shard["shift_labels"]
+            next_token_loss(hidden, torch.randn(64, 8), labels, plan)
 
-    assert "no attention has used the plan for this batch" in over_ranks(call)
-
-
-def test_a_model_that_is_switched_between_batches_is_refused_by_the_loss():
-    ours, switched = make_model("llama"), make_model("llama", "sdpa")
-
-    def call(plan):
-        for model in (ours, switched):
-            hidden, shard = forward(model, plan)
-            next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
-
-    assert "no attention has used the plan for this batch" in over_ranks(call)
+    succeeds(call)
 
 
-def test_an_attention_counts_for_its_own_batch():
-    ours, switched = make_model("llama"), make_model("llama", "sdpa")
-
-    def call(plan):
-        first, second = (hf.shard_batch(make_batch(), plan) for _ in range(2))
-        for model, shard in ((ours, first), (switched, second)):
-            out = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
-        next_token_loss(out, ours.lm_head.weight, first["shift_labels"], plan)
-        next_token_loss(out, ours.lm_head.weight, second["shift_labels"], plan)
-
-    assert "no attention has used the plan for this batch" in over_ranks(call)
-
-
-def test_batches_cut_ahead_and_copies_of_positions_are_no_mistake():
+def test_copies_of_positions_are_no_mistake():
     model = make_model("llama")
 
-    def call(group):
-        plan = make_plan(SEQLEN, group=group)
-        shards = [hf.shard_batch(make_batch(), plan) for _ in range(3)]
-        for copied, shard in zip((False, True, False), shards, strict=True):
-            positions = shard["position_ids"].clone() if copied else shard["position_ids"]
-            hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
-            for _ in range(2):
-                next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
+    def call(plan):
+        shard = hf.shard_batch(make_batch(), plan)
+        positions = shard["position_ids"].clone()
+        hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
+        next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
 
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(call)
+    succeeds(call)
 
 
 def test_fewer_tokens_than_ranks():
     model = make_model("llama")
 
-    def call(group):
-        plan = make_plan(2, group=group)
-        model(**hf.shard_batch(make_batch(seqlen=2), plan), plan=plan, use_cache=False)
+    def call(plan):
+        short = make_plan(2, group=plan.transport.group)
+        model(**hf.shard_batch(make_batch(seqlen=2), short), plan=short, use_cache=False)
 
-    with pytest.raises(WorkerError) as caught, local_world(3, timeout=20) as ranks:
-        ranks.run(call)
-    assert len(caught.value.errors) == 3
-    for error in caught.value.errors.values():
-        assert isinstance(error, ValueError)
-        assert "the sequence has 2 tokens for 3 ranks" in str(error)
+    assert "the sequence has 2 tokens for 3 ranks" in over_ranks(call, 3)
 
 
 @pytest.mark.parametrize(
@@ -388,10 +378,10 @@ def test_refused_configurations(config, message):
 
 
 def test_configurations_that_are_fine():
-    hf.check_config(LlamaConfig(**SMALL))
     hf.check_config(LlamaConfig(**SMALL | {"attention_dropout": 0.1}), training=False)
     hf.check_config(Cohere2Config(**SMALL | MIXED))
     hf.check_config(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
+    hf.check_config(Qwen2MoeConfig(**SMALL, num_experts=4, use_sliding_window=False))
 
 
 def test_plans_made_apart_are_watched_together():
@@ -422,51 +412,8 @@ def test_training_asks_a_loaded_configuration(tmp_path):
     assert model_config(str(tmp_path), ByteTokenizer(), SEQLEN, training=False).attention_dropout == 0.1
 
 
-def test_copied_labels_of_an_unused_batch_are_noticed():
-    model, switched = make_model("llama"), make_model("llama", "sdpa")
-
-    def call(plan):
-        for one, labels in ((model, lambda x: x), (switched, torch.clone)):
-            shard = hf.shard_batch(make_batch(), plan)
-            out = one.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
-            next_token_loss(out, model.lm_head.weight, labels(shard["shift_labels"]), plan)
-
-    assert "no attention has used the plan for this batch" in over_ranks(call)
-
-
-def test_an_attention_of_ones_own_counts():
-    """Without a transformers model, burst_attention itself marks the plan as used."""
-
-    def call(group):
-        plan = make_plan(SEQLEN, group=group)
-        for copied in (False, True):
-            shard = hf.shard_batch(make_batch(), plan)
-            x = torch.randn(2, 1, plan.length, 8)
-            hidden = burst_attention(x, x, x, plan)[:, 0]
-            labels = shard["shift_labels"].clone() if copied else shard["shift_labels"]
-            next_token_loss(hidden, torch.randn(64, 8), labels, plan)
-
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(call)
-
-
 def test_plans_of_other_documents_are_refused():
     plan = make_plan(SEQLEN)
     other = plan.with_mask(Mask(window=7, cu_seqlens=(0, 5, SEQLEN)))
     with pytest.raises(ValueError, match="masks of different documents, prefixes or blocks"):
         checks.choose({None: plan, 7: other}, 7)
-
-
-def test_copied_labels_are_those_of_their_own_batch_though_others_were_cut_since():
-    model = make_model("llama")
-
-    def call(group):
-        plan, batch = make_plan(SEQLEN, group=group), make_batch()
-        shards = [hf.shard_batch({name: x.roll(n, 1) for name, x in batch.items()}, plan) for n in range(3)]
-        for shard in shards:
-            positions = shard["position_ids"]
-            hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
-            next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"].clone(), plan)
-
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(call)
