@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 from burst_attention import DisagreementError, ExchangeError, Hardware, Mask, Plan, Strategy, burst_attention, make_plan
+from burst_attention.attention import checks
 from burst_attention.comm.transport import Pending, Receive
+from burst_attention.kernels.aten import Aten
+from burst_attention.kernels.aten_ops import CpuFlash
+from burst_attention.kernels.reference import Reference
 from burst_attention.testing import WorkerPool, local_world
 
 SEQLEN = 24
@@ -39,15 +44,15 @@ def caught(function, *arguments: Any, **options: Any) -> tuple[str, str, float]:
     return "nothing", "", time.monotonic() - started
 
 
-def disagree(odd: dict[str, Any], warm: int = 0) -> tuple:
+def disagree(group: Any, odd: dict[str, Any], warm: int = 0) -> tuple:
     """The last rank makes an odd call, after ``warm`` healthy ones; then all make a healthy one."""
-    odd = dict(odd)
-    circulate = odd.pop("circulate", "auto")
-    plan = make_plan(SEQLEN, timeout=5)
+    options = dict(odd)
+    circulate = options.pop("circulate", "auto")
+    plan = make_plan(SEQLEN, timeout=5, group=group)
     last = plan.rank == plan.world - 1
     for _ in range(warm):
         burst_attention(*tensors(plan), plan).sum().backward()
-    options = dict(odd) if last else {}
+    options = options if last else {}
     call: dict[str, Any] = {n: options.pop(n) for n in ("scale", "kernel", "return_lse") if n in options}
     used = plan.with_mask(options.pop("mask")) if "mask" in options else plan
     if last and circulate != "auto":
@@ -88,45 +93,46 @@ ODD = {
 }
 
 
+def by_threads(world: int, function: Any, *arguments: Any) -> list[Any]:
+    with local_world(world) as ranks:
+        return ranks.run(function, *arguments)
+
+
 @pytest.mark.parametrize("odd", list(ODD))
-@pytest.mark.parametrize("world", [2, 3])
-def test_disagreement_raises_on_every_rank(pools, world: int, odd: str) -> None:
+def test_disagreement_raises_on_every_rank(odd: str) -> None:
     options, kind, reported = ODD[odd]
-    for rank, (raised, text, seconds, moved) in enumerate(pools(world).run(disagree, options)):
+    for rank, (raised, text, seconds, moved) in enumerate(by_threads(3, disagree, options)):
         assert (raised, moved) == (kind, 0), text
         assert reported in text
-        refused_here = rank == world - 1 and kind != "DisagreementError"
-        assert f"rank {world - 1}" in text or refused_here
+        assert "rank 2" in text or (rank == 2 and kind != "DisagreementError")
         assert seconds < 5
 
 
-def bad_tensors(degree: int) -> list[tuple]:
-    plan = make_plan(SEQLEN, strategy=Strategy(ulysses_degree=degree), timeout=5)
+def bad_tensors(group: Any, degree: int) -> list[tuple]:
+    plan = make_plan(SEQLEN, strategy=Strategy(ulysses_degree=degree), timeout=5, group=group)
     q, k, v = (x.detach() for x in tensors(plan, heads=4, kv_heads=2))
     calls = (q, k.double(), v), (q, k, v[:, :1]), (q[:, :3], k, v), (q, k, v[:, :, 1:])
     return [caught(burst_attention, *call, plan) for call in calls]
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_bad_tensors_are_refused_with_heads_whole_or_split(pools, degree: int) -> None:
+def test_bad_tensors_are_refused_with_heads_whole_or_split(degree: int) -> None:
     words = "k is torch.float64", "k has 2 heads, v has 1", "q has 3 heads", "v has shape"
-    for results in pools(2).run(bad_tensors, degree):
+    for results in by_threads(2, bad_tensors, degree):
         assert [kind for kind, _, _ in results] == ["TypeError", "ValueError", "ValueError", "ValueError"]
         assert all(text.startswith(word) for word, (_, text, _) in zip(words, results, strict=True))
 
 
 def test_disagreement_after_many_healthy_calls(pools) -> None:
-    for raised, text, _, _ in pools(3).run(disagree, {"scale": 0.25}, 20):
+    for raised, text, _, _ in pools(3).run(disagree, None, {"scale": 0.25}, 20):
         assert raised == "DisagreementError"
         assert "rank 2 has 0.25" in text and "ranks 0, 1 have" in text
 
 
-def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
+def plans_mixed_up(group: Any, one: list[int], other: list[int]) -> tuple:
     """The last rank takes a plan by ``other`` nodes, where all others take that by ``one``."""
-    plans = [
-        make_plan(SEQLEN, timeout=5, strategy=Strategy(route="nodes", ulysses_degree=1), hardware=Hardware(nodes=nodes))
-        for nodes in (one, other)
-    ]
+    options = {"timeout": 5, "strategy": Strategy(route="nodes", ulysses_degree=1), "group": group}
+    plans = [make_plan(SEQLEN, hardware=Hardware(nodes=nodes), **options) for nodes in (one, other)]
     mine = plans[plans[0].rank == plans[0].world - 1]
     sent = mine.transport.sent
     reported = caught(burst_attention, *tensors(mine), mine)
@@ -135,74 +141,59 @@ def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
     return *reported, moved
 
 
-def test_plans_by_other_nodes_are_not_the_same(pools) -> None:
-    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [0, 1, 0, 1]):
+def test_plans_by_other_nodes_are_not_the_same() -> None:
+    for raised, text, _, moved in by_threads(4, plans_mixed_up, [0, 0, 1, 1], [0, 1, 0, 1]):
         assert (raised, moved) == ("DisagreementError", 0), text
         assert "disagree on route: rank 3 has nodes (2, digest" in text
-    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [7, 7, 3, 3]):  # by other names
+    for raised, text, _, moved in by_threads(4, plans_mixed_up, [0, 0, 1, 1], [7, 7, 3, 3]):  # by other names
         assert raised == "nothing" and moved > 0, text
 
 
-def odd_plan(name: str) -> tuple:
-    rank = int(os.environ["RANK"])
-    odd = {name: {"seqlen": 17, "layout": "striped", "route": "ring"}[name]} if rank == 1 else {}
-    return caught(make_plan, odd.pop("seqlen", 16), timeout=5, strategy=Strategy(**odd))
-
-
-@pytest.mark.parametrize("name", ["seqlen", "layout", "route"])
-def test_plans_that_differ(pools, name: str) -> None:
-    for raised, text, seconds in pools(2).run(odd_plan, name):
-        assert raised == "DisagreementError" and name in text and "rank 1" in text and seconds < 5
-
-
-def one_bad_plan(options: dict[str, Any]) -> tuple:
-    rank = int(os.environ["RANK"])
-    return caught(make_plan, 16, **({"timeout": 5} | (options if rank == 1 else {})))
-
-
 @pytest.mark.parametrize(
-    ("options", "reported"),
-    [({"mask": Mask(prefix=99)}, "prefix=99"), ({"timeout": -1}, "timeout=-1"), ({"strategy": "spiral"}, "spiral")],
+    ("odd", "kind", "reported"),
+    [
+        ({"seqlen": 17}, "DisagreementError", "seqlen"),
+        ({"strategy": Strategy(layout="striped")}, "DisagreementError", "layout"),
+        ({"strategy": Strategy(route="ring")}, "DisagreementError", "route"),
+        ({"mask": Mask(prefix=99)}, "ValueError", "prefix=99"),
+        ({"timeout": -1}, "ValueError", "timeout=-1"),
+        ({"strategy": "spiral"}, "ValueError", "spiral"),
+    ],
 )
-def test_one_rank_refuses_its_plan(pools, options: dict[str, Any], reported: str) -> None:
-    for raised, text, seconds in pools(2).run(one_bad_plan, options):
-        assert raised == "ValueError" and reported in text and seconds < 5
+def test_plans_that_differ_or_one_rank_refuses(odd: dict[str, Any], kind: str, reported: str) -> None:
+    def plan(group: Any) -> tuple:
+        options = {"seqlen": 16, "timeout": 5, "group": group} | (odd if group.rank() == 1 else {})
+        return caught(make_plan, **options)
+
+    for rank, (raised, text, seconds) in enumerate(by_threads(2, plan)):
+        assert raised == kind and reported in text and seconds < 5
+        assert "rank 1" in text or (rank == 1 and kind == "ValueError")
 
 
-def odd_small_calls() -> list[tuple]:
+def odd_small_calls(group: Any) -> list[tuple]:
     """Rank 1 passes what can't be, or too much, or is in another call."""
-    plan = make_plan(16, timeout=5)
-    odd = plan.rank == 1
+    plan = make_plan(16, timeout=5, group=group)
+    odd, rows = plan.rank == 1, torch.zeros(plan.length, 2)
     return [
-        caught(plan.unshard, None if odd else torch.zeros(plan.length), 0),
+        caught(plan.unshard, None if odd else rows, 0),
         caught(plan.exchange_small, [1 / 3] * 200 if odd else [1.0] * 200),
         caught(plan.refuse, RuntimeError("\x01" * 3000)) if odd else caught(plan.exchange_small, [1.0]),
+        caught(burst_attention, *tensors(plan), plan) if odd else caught(plan.unshard, rows, 0),
         caught(plan.exchange_small, [2.0]),
     ]
 
 
-def test_odd_small_calls(pools) -> None:
-    for unshard, large, refusal, healthy in pools(2).run(odd_small_calls):
+def test_odd_small_calls() -> None:
+    for unshard, large, refusal, other, healthy in by_threads(2, odd_small_calls):
         assert unshard[0] == "TypeError" and large[0] == refusal[0] == "ValueError" and healthy[0] == "nothing"
         assert "not a tensor" in unshard[1] and "bytes to agree on" in large[1]
-
-
-def different_calls() -> tuple:
-    plan = make_plan(16, timeout=5)
-    if plan.rank == 0:
-        return caught(plan.unshard, torch.zeros(plan.length, 2), 0)
-    return caught(burst_attention, *tensors(plan), plan)
-
-
-def test_different_calls(pools) -> None:
-    for raised, text, _ in pools(2).run(different_calls):
-        assert raised == "DisagreementError" and "unshard" in text and "burst_attention" in text
+        assert other[0] == "DisagreementError" and "unshard" in other[1] and "burst_attention" in other[1]
 
 
 def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     """``rank`` dies or stops: before a call, between forward and backward, or in the middle of a sweep."""
     strategy = Strategy(route=route, ulysses_degree=cut, chunks=2 if cut > 1 else "auto")
-    plan = make_plan(96, mask=Mask(causal=False), timeout=4, strategy=strategy)
+    plan = make_plan(96, mask=Mask(causal=False), timeout=2.5, strategy=strategy)
     q, k, v = tensors(plan, heads=3)
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
@@ -214,9 +205,6 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     if plan.rank == rank and when != "in the sweep":
         end()
     if plan.rank == rank:  # stop while the backward's second visit is computed
-        from burst_attention.kernels.aten import Aten
-        from burst_attention.kernels.aten_ops import CpuFlash
-
         visits = []
 
         class Mortal(Aten):
@@ -226,7 +214,7 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
                     end()
                 return super().backward(*arguments, **options)
 
-        take_kernel(Mortal(CpuFlash()))
+        checks.choose = lambda *_, **__: Mortal(CpuFlash())  # this process is not used again
     call = (lambda: burst_attention(q, k, v, plan)) if when == "before a call" else (lambda: out.sum().backward())
     first = caught(call)
     second = caught(burst_attention, q, k, v, plan)
@@ -236,12 +224,10 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
 @pytest.mark.parametrize(
     ("how", "when", "route", "cut"),
     [
-        ("killed", "before a call", "direct", 1),
         ("killed", "before the backward", "direct", 1),
         ("killed", "in the sweep", "ring", 1),
         ("killed", "in the sweep", "direct", 3),
         ("stopped", "before a call", "ring", 1),
-        ("stopped", "before the backward", "direct", 1),
         ("stopped", "in the sweep", "direct", 1),
     ],
 )
@@ -249,7 +235,7 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
 def test_a_lost_rank_is_named(how: str, when: str, route: str, cut: int) -> None:
     with WorkerPool(3, timeout=30) as pool:
         pool.run(os.getpid)  # the ranks are there: on a busy machine that alone takes long
-        results, errors, lost = pool.gather(fall, 1, how, when, route, cut, timeout=25, patience=6)
+        results, errors, lost = pool.gather(fall, 1, how, when, route, cut, timeout=25, patience=4)
         assert sorted(lost) == [1] and not errors, (lost, errors)
         named = 0
         for rank in (0, 2):
@@ -270,9 +256,9 @@ def test_a_lost_rank_is_named(how: str, when: str, route: str, cut: int) -> None
         pool.broken = True
 
 
-def swapped_backwards(kind: str) -> list[tuple]:
+def swapped_backwards(group: Any, kind: str) -> list[tuple]:
     """Two calls, whose backwards rank 1 runs in the other order: each would add up the other's gradients."""
-    plan = make_plan(SEQLEN, timeout=5)
+    plan = make_plan(SEQLEN, timeout=5, group=group)
     if kind == "unshard":
         results = [plan.unshard(tensors(plan)[0], 2, grad="sum") for _ in range(2)]
     else:
@@ -287,59 +273,54 @@ def swapped_backwards(kind: str) -> list[tuple]:
 
 
 @pytest.mark.parametrize("kind", ["calls", "masks", "unshard", "kinds"])
-def test_backwards_in_different_orders_are_refused(pools, kind: str) -> None:
-    for raised in pools(2).run(swapped_backwards, kind):
+def test_backwards_in_different_orders_are_refused(kind: str) -> None:
+    for raised in by_threads(2, swapped_backwards, kind):
         assert [r[0] for r in raised] == ["DisagreementError"] * 2, raised
         assert all("backward" in r[1] and r[3] == 0 for r in raised)
 
 
-def take_kernel(kernel: Any) -> None:
-    """From now on every call and backward of this process, whose pool is not used again, runs ``kernel``."""
-    from burst_attention.attention import checks as call
-
-    call.choose = lambda *_, **__: kernel
-
-
-def fails_in_the_sweep() -> tuple:
-    """A rank runs out of memory in its second visit, survives, and calls again."""
-    from burst_attention.kernels.reference import Reference
-
-    plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=4)
-    out = burst_attention(*tensors(plan), plan)
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=["fails", "interrupted"])
+def test_a_rank_that_ends_in_the_sweep_knows_it(monkeypatch, error: BaseException) -> None:
+    """A rank's backward runs out of memory or is interrupted; its process survives, and calls again."""
+    real = checks.choose
 
     class Poor(Reference):
         def backward(self, *_: Any, **__: Any):
-            raise MemoryError("no room")
+            raise error
 
-    if plan.rank == 1:
-        take_kernel(Poor())
-    first = caught(out.sum().backward)
-    return first, caught(burst_attention, *tensors(plan), plan)
+    def choose(*given: Any, **options: Any) -> Any:
+        return Poor() if threading.current_thread().name == "rank 1" else real(*given, **options)
 
+    def rank(group: Any) -> tuple:
+        plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=2, group=group)
+        out = burst_attention(*tensors(plan), plan)
+        plan.exchange_small([0.0])
+        monkeypatch.setattr(checks, "choose", choose)
+        try:
+            first = caught(out.sum().backward)
+        except KeyboardInterrupt:
+            first = "KeyboardInterrupt", "", 0.0
+        return first, caught(burst_attention, *tensors(plan), plan)
 
-@pytest.mark.long
-def test_a_rank_that_fails_in_the_sweep_knows_it() -> None:
-    with WorkerPool(2, timeout=30) as pool:
-        (first, again), (failed, retried) = pool.run(fails_in_the_sweep)
-        assert first[0] == "ExchangeError" and "rank 1" in first[1] and again[0] == "ExchangeError"
-        assert failed[0] == "MemoryError" and retried[0] == "ExchangeError" and retried[2] < 1
-        assert "MemoryError on this rank" in retried[1]
-        pool.broken = True
+    (first, again), (failed, retried) = by_threads(2, rank)
+    assert first[0] == "ExchangeError" and "rank 1" in first[1] and again[0] == "ExchangeError"
+    assert failed[0] == type(error).__name__ and retried[0] == "ExchangeError" and retried[2] < 1
+    assert f"{failed[0]} on this rank" in retried[1]
 
 
 def default_timeout() -> tuple:
     plan = make_plan(16)
     if plan.rank == 1:
-        time.sleep(9)
-        return "slept", "", 9.0
+        time.sleep(6)
+        return "slept", "", 6.0
     return caught(burst_attention, *tensors(plan), plan)
 
 
 @pytest.mark.long
 def test_the_groups_own_timeout_is_the_default() -> None:
-    with WorkerPool(2, timeout=3) as pool:
+    with WorkerPool(2, timeout=2) as pool:
         raised, _, seconds = pool.gather(default_timeout, timeout=20)[0][0]
-        assert raised == "ExchangeError" and 2 < seconds < 8
+        assert raised == "ExchangeError" and 1.5 < seconds < 5.5
         pool.broken = True
 
 
@@ -352,7 +333,7 @@ def counted() -> tuple[int, ...]:
 
 
 def hygiene() -> tuple:
-    """What is counted before and after 200 calls, whether they gave equal bits, and whether inputs were kept."""
+    """What is counted before and after 100 calls, whether they gave equal bits, and whether inputs were kept."""
     torch.manual_seed(3)
     plan = make_plan(40, mask=Mask(window=17))
 
@@ -367,28 +348,26 @@ def hygiene() -> tuple:
     for _ in range(5):
         run(inputs)
     census = counted()
-    for _ in range(200):
+    for _ in range(100):
         last = run(inputs)
     after = counted()
     same = all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
     return census, after, same, all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_hundred_calls_leave_nothing_and_give_the_same_bits(pools, world: int) -> None:
-    for before, after, same_bits, inputs_kept in pools(world).run(hygiene):
+def test_a_hundred_calls_leave_nothing_and_give_the_same_bits(pools) -> None:
+    for before, after, same_bits, inputs_kept in pools(2).run(hygiene):
         assert all(now <= then for then, now in zip(before, after, strict=True)), (before, after)
         assert same_bits and inputs_kept
 
 
-def test_nothing_saved_is_written_to(pools) -> None:
-    pool = pools(2)
-    assert pool.run(kept_by_the_backward) == [True, True]
+def test_nothing_saved_is_written_to() -> None:
+    assert by_threads(2, kept_by_the_backward) == [True, True]
 
 
-def kept_by_the_backward() -> bool:
+def kept_by_the_backward(group: Any) -> bool:
     """Saved tensors are freed by a backward: keep the graph and look again."""
-    plan = make_plan(40)
+    plan = make_plan(40, group=group)
     q, k, v = tensors(plan)
     out = burst_attention(q, k, v, plan)
     copies = [x.clone() for x in out.grad_fn.saved_tensors if x is not None]  # without sinks, theirs is None
@@ -424,53 +403,27 @@ def test_disagreement_is_a_value_error() -> None:
     assert issubclass(DisagreementError, ValueError) and issubclass(ExchangeError, RuntimeError)
 
 
-def interrupted_in_the_sweep() -> tuple:
-    """A user's Ctrl-C arrives on rank 1 in the middle of a backward; the process survives and calls again."""
-    from burst_attention.kernels.reference import Reference
-
-    plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=4)
-    out = burst_attention(*tensors(plan), plan)
-
-    class Interrupted(Reference):
-        def backward(self, *_: Any, **__: Any):
-            raise KeyboardInterrupt
-
-    if plan.rank == 1:
-        take_kernel(Interrupted())
-    try:
-        first = caught(out.sum().backward)[0]
-    except KeyboardInterrupt:
-        first = "KeyboardInterrupt"
-    return first, plan.transport.health.failure, caught(burst_attention, *tensors(plan), plan)
-
-
-@pytest.mark.long
-def test_a_rank_interrupted_in_the_sweep_refuses_its_next_call() -> None:
-    with WorkerPool(2) as pool:
-        _, (first, failure, again) = pool.run(interrupted_in_the_sweep)
-    assert first == "KeyboardInterrupt" and failure is not None and "KeyboardInterrupt" in failure
-    assert again[0] == "ExchangeError" and "KeyboardInterrupt" in again[1]
-
-
 class SlowWork:
     """A receive that arrives after ``seconds``, or at its deadline fails as gloo's does."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, given: list[float]) -> None:
+        self.seconds, self.given = seconds, given
 
     def wait(self, timeout: timedelta) -> None:
+        self.given.append(timeout.total_seconds())
         time.sleep(min(self.seconds, timeout.total_seconds()))
         if self.seconds > timeout.total_seconds():
             raise RuntimeError("timed out")
 
 
 def test_slow_receives_share_one_deadline() -> None:
-    def wait(group) -> tuple[str, str, float]:
-        transport = make_plan(8, group=group, timeout=1.5).transport
-        receives = [Receive(0, torch.empty(1)) for _ in range(6)]
-        return caught(transport.wait, Pending("slow receives", receives, [SlowWork(0.6) for _ in receives]))
+    given: list[float] = []
 
-    with local_world(1) as ranks:
-        ((raised, text, seconds),) = ranks.run(wait)
+    def wait(group) -> tuple[str, str, float]:
+        transport = make_plan(8, group=group, timeout=0.5).transport
+        receives = [Receive(0, torch.empty(1)) for _ in range(6)]
+        return caught(transport.wait, Pending("slow receives", receives, [SlowWork(0.2, given) for _ in receives]))
+
+    ((raised, text, _),) = by_threads(1, wait)
     assert raised == "ExchangeError" and "slow receives" in text
-    assert seconds < 2.7  # the deadline is 1.5 s; with one each the receives take 3.6 s
+    assert len(given) <= 3 and all(later <= earlier - 0.2 for earlier, later in itertools.pairwise(given))
