@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -37,9 +42,25 @@ def folder(tmp_path_factory):
     return path
 
 
-def burst(*words, text=None):
-    command = [sys.executable, "-m", "burst_attention.cli", "generate", "--device", "cpu", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, input=text)
+def rank_of_torchrun(words):
+    """Run the command as one of torchrun's ranks; return its exit status and what it printed."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    started |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # not read: the pool has a process group
+    with mock.patch.dict(os.environ, started), redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+        try:
+            return main(words), out.getvalue()
+        except ValueError as error:  # torchrun gets it
+            return 1, str(error)
+
+
+def burst(*words, ranks):
+    """Run the command in a pool; return the exit status of rank 0 and what it printed."""
+    return ranks.run(rank_of_torchrun, ["--device", "cpu", *map(str, words)])[0]
+
+
+def flat(text):
+    return " ".join(text.split())
 
 
 def expected_text(folder, ids, count):
@@ -48,44 +69,43 @@ def expected_text(folder, ids, count):
     return out.tolist()
 
 
-@pytest.mark.long
-def test_a_text_is_continued_and_continued_again(folder):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    cache = folder / "cache"
-    prompt = ("--model", folder, "--prompt", folder / "prompt.txt")
+def test_a_text_is_continued_and_continued_again(pools, folder):
+    tokenizer, cache, more = PreTrainedTokenizerFast.from_pretrained(folder), folder / "cache", folder / "more.txt"
+    more.write_text("More.")
     options = ("--max-new-tokens", 8, "--prefill-chunk", 64)  # the prompt has three such pieces
-    done = burst(*prompt, "--ranks", 2, *options, "--save-cache", cache)
-    assert done.returncode == 0, done.stderr
+    prompt = ("--model", folder, "--prompt", folder / "prompt.txt")
+    status, said = burst(*prompt, *options, "--save-cache", cache, ranks=pools(2))
+    assert status == 0, said
     ids = tokenizer(TEXT)["input_ids"]
     new = expected_text(folder, ids, 8)
     assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *new]
-    assert done.stdout.strip() == tokenizer.decode(new, skip_special_tokens=True).strip("\n \N{REPLACEMENT CHARACTER}")
+    assert tokenizer.decode(new, skip_special_tokens=True).strip("\n \N{REPLACEMENT CHARACTER}") in said
     for figure in ("first token after", "tokens/s", "cache bytes per rank", "sent bytes per rank"):
-        assert figure in done.stderr
-    options = ("--ranks", 3, "--max-new-tokens", 5, "--load-cache", cache, "--json", "--shard-weights")
-    again = burst("--model", folder, "--prompt", "-", *options, text="More.")
-    assert again.returncode == 0, again.stderr
-    said = json.loads(again.stdout)
+        assert figure in said
+    options = ("--max-new-tokens", 5, "--load-cache", cache, "--json", "--shard-weights")
+    again = ("--model", folder, "--prompt", more, *options)
+    status, said = burst(*again, ranks=pools(3))
+    assert status == 0, said
+    said = json.loads(said.splitlines()[-1])
     whole = [*ids, *new, *tokenizer("More.")["input_ids"]]
     assert said["text"] == tokenizer.decode(expected_text(folder, whole, 5), skip_special_tokens=True)
     assert said["prompt_tokens"] == len(whole) and said["new_tokens"] == 5 and len(said["cache_bytes"]) == 3
     held = json.loads((cache / "tokens.json").read_text())
-    (cache / "tokens.json").write_text(json.dumps(held | {"ids": [7, *held["ids"][1:]]}))
-    altered = burst("--model", folder, "--prompt", "-", *options, text="More.")
-    assert altered.returncode == 2 and "tokens.json was altered" in " ".join(altered.stderr.split())
-    (cache / "tokens.json").write_text(json.dumps(held["ids"]))
-    early = burst("--model", folder, "--prompt", "-", *options, text="More.")
-    assert early.returncode == 2 and "is of an earlier version; save it again" in " ".join(early.stderr.split())
-    (cache / "tokens.json").write_text(json.dumps({"ids": [7], "digest": _digest(cache, [7])}))
-    other = burst("--model", folder, "--prompt", "-", *options, text="More.")
-    assert other.returncode == 1 and "tokens.json has 1 tokens, and the cache" in " ".join(other.stderr.split())
+    for content, status, text in (
+        (held | {"ids": [7, *held["ids"][1:]]}, 2, "tokens.json was altered"),
+        (held["ids"], 2, "is of an earlier version; save it again"),
+        ({"ids": [7], "digest": _digest(cache, [7])}, 1, "tokens.json has 1 tokens, and the cache"),
+    ):
+        (cache / "tokens.json").write_text(json.dumps(content))
+        found, said = burst(*again, ranks=pools(3))
+        assert found == status and text in flat(said), said
+    (cache / "tokens.json").write_text(json.dumps(held))
+    found, said = burst(*again, "--chat", ranks=pools(3))
+    assert found == 2 and "would begin a second conversation" in flat(said)
     shutil.copytree(cache, folder / "other")
     (folder / "other" / "cache.json").write_text("of another cache")
     with pytest.raises(ValueError, match="was altered, or is of another cache"):
         _read_tokens(folder / "other")
-    (cache / "tokens.json").write_text(json.dumps(held))
-    chat = burst("--model", folder, "--prompt", "-", *options, "--chat", text="More.")
-    assert chat.returncode == 2 and "would begin a second conversation" in " ".join(chat.stderr.split())
 
 
 def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
@@ -110,43 +130,26 @@ def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
         (("--prompt", "-", "--prefill-chunk", "64", "--ranks", "33"), "must be at least twice --ranks 33"),
     ],
 )
-def test_wrong_arguments_are_named(folder, words, text):
-    done = burst("--model", folder, *words, text="" if "empty" in text else "some text")
-    assert done.returncode == 2 and text in " ".join(done.stderr.split()), done.stderr
+def test_wrong_arguments_are_named(monkeypatch, capsys, folder, words, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO("" if "empty" in text else "some text"))
+    assert main(["--model", str(folder), *words]) == 2
+    assert text in flat(capsys.readouterr().err)
 
 
-def test_a_chat_template_is_applied(folder):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-    tokenizer.save_pretrained(folder / "chat")
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder / "chat")
-    options = ("--ranks", 2, "--max-new-tokens", 4, "--json", "--chat")
-    done = burst("--model", folder / "chat", "--prompt", "-", *options, text="Why?")
-    assert done.returncode == 0, done.stderr
-    ids = tokenizer("<user>Why?<answer>")["input_ids"]
-    assert json.loads(done.stdout)["text"] == tokenizer.decode(expected_text(folder, ids, 4), skip_special_tokens=True)
-
-
-@pytest.mark.long
-def test_a_hybrid_model_is_continued(folder):
+def test_a_chat_template_is_applied_and_a_hybrid_model_continues(pools, folder):
     """Qwen3.5: three layers in four are recurrent."""
-    tokenizer, path = PreTrainedTokenizerFast.from_pretrained(folder), folder / "hybrid"
+    tokenizer, path, cache = PreTrainedTokenizerFast.from_pretrained(folder), folder / "hybrid", folder / "hybrid-cache"
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
     tokenizer.save_pretrained(path)
     sizes = {"vocab_size": 257, "pad_token_id": 0, "num_hidden_layers": 4, "eos_token_id": None}
     hybrid = make_hybrid("qwen3_5", double=False, layer_types=None, **sizes)
     hybrid.config.use_cache = hybrid.generation_config.use_cache = True
     hybrid.save_pretrained(path)
-    ids, cache = tokenizer(TEXT)["input_ids"], folder / "hybrid-cache"
-    options = ("--prompt", folder / "prompt.txt", "--max-new-tokens", 8, "--prefill-chunk", 64)
-    done = burst("--model", path, "--ranks", 2, *options, "--save-cache", cache)
-    assert done.returncode == 0, done.stderr
-    new = expected_text(path, ids, 8)
-    assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *new]
-    options = ("--prompt", "-", "--max-new-tokens", 5, "--load-cache", cache, "--json")
-    again = burst("--model", path, "--ranks", 3, *options, text="More.")
-    assert again.returncode == 0, again.stderr
-    whole = [*ids, *new, *tokenizer("More.")["input_ids"]]
-    assert json.loads(again.stdout)["text"] == tokenizer.decode(expected_text(path, whole, 5), skip_special_tokens=True)
+    ids = tokenizer(f"<user>{TEXT}<answer>")["input_ids"]
+    options = ("--max-new-tokens", 8, "--prefill-chunk", 64, "--chat", "--save-cache", cache)
+    status, said = burst("--model", path, "--prompt", folder / "prompt.txt", *options, ranks=pools(2))
+    assert status == 0, said
+    assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *expected_text(path, ids, 8)]
 
 
 @pytest.mark.long
@@ -158,7 +161,7 @@ def test_control_c_leaves_no_process(folder):
         workers = workers_of(process.pid)
         assert len(workers) == 2
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 130 and b"Traceback" not in said, said
     deadline = time.monotonic() + 5
     while any(map(is_alive, workers)) and time.monotonic() < deadline:

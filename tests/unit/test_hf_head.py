@@ -54,15 +54,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
-def test_the_form_is_found_exactly(name, dtype):
-    model = make_model(name, dtype=dtype)
-    head = hf.find_head(model)
-    assert head.form == FORMS[name]
-    assert head.weight is model.lm_head.weight
-    assert head.bias is model.lm_head.bias
-    assert hf.find_head(model, LogitForm(factor=3.0)).form.factor == 3.0
+def test_the_form_is_found_exactly(name):
+    for dtype in (torch.float64, torch.bfloat16):
+        model = make_model(name, dtype=dtype)
+        head = hf.find_head(model)
+        assert head.form == FORMS[name]
+        assert head.weight is model.lm_head.weight and head.bias is model.lm_head.bias
+        assert hf.find_head(model, LogitForm(factor=3.0)).form.factor == 3.0
 
 
 def test_a_factor_next_to_the_head_is_found():
@@ -105,16 +104,12 @@ def changed(change):
         (lambda z: 20 * torch.tanh(z / 20), LogitForm(softcap=20.0)),
         (lambda z: 5 * torch.tanh(z.float() / 5), LogitForm(softcap=5.0)),
         (lambda z: z.float(), LogitForm()),
+        (lambda z: 30 * torch.tanh(0.7 * z / 30), LogitForm(factor=0.7, softcap=30.0)),
     ],
 )
 def test_a_form_under_any_name_is_found(change, form):
-    assert hf.find_form(changed(change)) == form
-
-
-def test_a_factor_before_the_cap_is_found():
-    form = hf.find_form(changed(lambda z: 30 * torch.tanh(0.7 * z / 30)))
-    assert form.softcap == 30.0
-    assert abs(form.factor - 0.7) <= 1e-15
+    found = hf.find_form(changed(change))
+    assert found.softcap == form.softcap and abs(found.factor - form.factor) <= 1e-15
 
 
 def masked(z):
@@ -185,33 +180,21 @@ def test_what_has_no_plain_head_is_refused(message):
 
 
 @pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
-def test_nll_is_the_models_own(name):
-    plan = make_plans(name)
-    one = plan[None] if isinstance(plan, dict) else plan
-    shard, model = hf.shard_batch(make_batch(), plan), make_model(name)
-    hidden = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
-    nll = hf.next_token_nll(model, hidden, shard["shift_labels"], plan, chunk_tokens=11)
-    logits = model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False).logits
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), shard["shift_labels"].flatten(), reduction="none")
-    assert (nll.flatten() - expected).abs().max() <= 1e-12
-    assert one.world == 1
-
-
-@pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
-def test_the_trainers_model_computes_the_same(name):
+def test_each_loss_and_the_trainers_model_compute_the_same(name):
     """Compare loss, loss per token and last logits."""
     plan = make_plans(name)
     plans = plan if isinstance(plan, dict) else {None: plan}
     shard = hf.shard_batch(make_batch(), plan)
-    model = make_model(name).eval()
-    trained = NextTokenModel(model, choose("burst"))
-    out = model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
-    labels = shard["shift_labels"]
-    expected = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
-    assert abs(trained(shard, plans) - expected) <= 1e-12
-    nll = trained(shard, plans, per_token=True)
-    assert abs(nll.sum() / (labels != -100).sum() - expected) <= 1e-12
-    assert (trained.last_logits(shard, plans) - out.logits[:, -1]).abs().max() <= 1e-12
+    model, labels = make_model(name).eval(), shard["shift_labels"]
+    given = {"position_ids": shard["position_ids"], "plan": plan, "use_cache": False}
+    logits = model(shard["input_ids"], **given).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    nll = hf.next_token_nll(model, model.model(shard["input_ids"], **given)[0], labels, plan, chunk_tokens=11)
+    assert (nll.flatten() - expected).abs().max() <= 1e-12
+    trained, mean = NextTokenModel(model, choose("burst")), expected.sum() / (labels != -100).sum()
+    assert abs(trained(shard, plans) - mean) <= 1e-12
+    assert (trained(shard, plans, per_token=True).flatten() - expected).abs().max() <= 1e-12
+    assert (trained.last_logits(shard, plans) - logits[:, -1]).abs().max() <= 1e-12
 
 
 def block_of_the_page(containing):

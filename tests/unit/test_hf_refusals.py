@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-)
+from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
@@ -28,9 +25,13 @@ from tests.support.hf_models import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llama():
     return make_model("llama")
+
+
+def call(model, plan, /, **changes):
+    return model(**{**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False} | changes)
 
 
 def padding():
@@ -67,47 +68,36 @@ REFUSED_CALLS = {
 
 @pytest.mark.parametrize("message", REFUSED_CALLS)
 def test_refused_calls(llama, message):
-    plan = make_plan(SEQLEN)
-    arguments = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False} | REFUSED_CALLS[message]
-    with pytest.raises((TypeError, ValueError)) as caught:
-        llama(**arguments)
-    assert message in str(caught.value)
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call(llama, make_plan(SEQLEN), **REFUSED_CALLS[message])
+
+
+def test_calls_that_the_refused_ones_depart_from(llama):
+    for given in ({}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}):
+        assert call(llama, make_plan(SEQLEN), **given).logits.isfinite().all()
 
 
 def test_an_attention_without_soft_caps_is_refused(llama):
-    plan = make_plan(SEQLEN)
-
     def plain(q, k, v, plan, *, scale=None):
         return burst_attention(q, k, v, plan, scale=scale)
 
-    arguments = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False, "attend": plain}
-    assert llama(**arguments).logits.isfinite().all()
-    for name, value in (("softcap", 3.0), ("sinks", torch.zeros(4))):
+    assert call(llama, make_plan(SEQLEN), attend=plain).logits.isfinite().all()
+    for name, key, value in (("softcap", "softcap", 3.0), ("sinks", "s_aux", torch.zeros(4))):
         with pytest.raises(ValueError, match=f"{name}=.* of the layer: the attention 'plain' does not take it"):
-            llama(**arguments, **{{"sinks": "s_aux"}.get(name, name): value})
+            call(llama, make_plan(SEQLEN), attend=plain, **{key: value})
 
 
-@pytest.mark.parametrize("value", [{}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}])
-def test_the_call_that_the_refused_ones_depart_from(llama, value):
-    plan = make_plan(SEQLEN)
-    assert llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False, **value).logits.isfinite().all()
-
-
-def test_position_ids_changed_in_place_are_compared_again(llama):
-    plan = make_plan(SEQLEN)
-    shard = hf.shard_batch(make_batch(), plan)
-    llama(**shard, plan=plan, use_cache=False)
-    shard["position_ids"][1, 4] += 1
-    with pytest.raises(ValueError, match="position_ids differ from"):
-        llama(**shard, plan=plan, use_cache=False)
-
-
-def test_position_ids_of_another_plan_are_compared_again(llama):
+def test_position_ids_are_compared_again(llama):
+    """After they changed in place, and for another plan."""
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
     shard = hf.shard_batch(make_batch(), plan)
-    llama(**shard, plan=plan, use_cache=False)
+    call(llama, plan, **shard)
     with pytest.raises(ValueError, match="position_ids differ from"):
-        llama(**shard, plan=make_plan(SEQLEN), use_cache=False)
+        call(llama, make_plan(SEQLEN), **shard)
+    call(llama, plan, **shard)
+    shard["position_ids"][1, 4] += 1
+    with pytest.raises(ValueError, match="position_ids differ from"):
+        call(llama, plan, **shard)
 
 
 ROPES = {
@@ -123,28 +113,29 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_rope_that_reads_the_longest_position(kind):
-    plan = make_plan(SEQLEN)
-    model = make_model("llama", rope_parameters=ROPES[kind])
+@pytest.mark.parametrize(
+    ("name", "rope", "kind"),
+    [
+        ("llama", ROPES["dynamic"], "dynamic"),
+        ("llama", ROPES["longrope"], "longrope"),
+        (
+            "gemma3",
+            {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": ROPES["dynamic"]},
+            "dynamic",
+        ),
+    ],
+)
+def test_rope_that_reads_the_longest_position(name, rope, kind):
+    plan = make_plans(name)
     with pytest.raises(ValueError, match=f"rope type '{kind}'"):
-        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
-
-
-def test_rope_of_one_layer_type_that_reads_the_longest_position():
-    nested = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": ROPES["dynamic"]}
-    plan = make_plans("gemma3")
-    model = make_model("gemma3", rope_parameters=nested)
-    with pytest.raises(ValueError, match="rope type 'dynamic'"):
-        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+        call(make_model(name, rope_parameters=rope), plan)
 
 
 def test_dropout():
-    plan = make_plan(SEQLEN)
     model = make_model("llama", attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
-        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
-    model.eval()(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+        call(model, make_plan(SEQLEN))
+    call(model.eval(), make_plan(SEQLEN))
 
 
 FULL, WINDOWED, WIDER = (Mask(window=w) for w in (None, WINDOW, WINDOW + 1))
@@ -160,20 +151,16 @@ FULL, WINDOWED, WIDER = (Mask(window=w) for w in (None, WINDOW, WINDOW + 1))
         ("qwen3", WINDOWED, "sliding_window=None of the layer is not the window=7"),
         ("qwen3", FULL, "sliding_window=7 of the layer is not the window=None"),
         ("qwen3", {None: FULL, 8: WIDER}, "sliding_window=7 of the layer is not among the plans"),
-        ("gemma3", {7: WINDOWED}, "sliding_window=None of the layer is not among the plans"),
         ("llama", {7: WINDOWED}, "sliding_window=None of the layer is not among the plans"),
         ("llama", Mask(causal=False), "is_causal=True of the layer"),
     ],
 )
 def test_windows_that_the_plan_does_not_hold(name, masks, message):
     first = make_plan(SEQLEN)
-    plan = (
-        {key: first.with_mask(mask) for key, mask in masks.items()}
-        if isinstance(masks, dict)
-        else first.with_mask(masks)
-    )
+    several = isinstance(masks, dict)
+    plan = {key: first.with_mask(mask) for key, mask in masks.items()} if several else first.with_mask(masks)
     with pytest.raises(ValueError, match=message):
-        make_model(name)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+        call(make_model(name), plan)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
@@ -187,22 +174,14 @@ def test_the_smallest_window_without_effect(cu_seqlens):
         make_model("mistral", sliding_window=longest - 1)(**shard, plan=plan, use_cache=False)
 
 
-def test_plans_of_different_layouts(llama):
+def test_plans_and_batches_that_do_not_fit(llama):
     plan = {None: make_plan(SEQLEN), 7: make_plan(SEQLEN, mask=Mask(window=7), strategy=Strategy(layout="striped"))}
     with pytest.raises(ValueError, match="different"):
-        llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
-
-
-def test_a_batch_that_was_not_sharded(llama):
+        call(llama, plan)
     with pytest.raises(ValueError, match="input_ids has 40 tokens, the plan gives this rank 20 of 20"):
         llama(**make_batch(), position_ids=torch.arange(SEQLEN)[None], plan=make_plan(20), use_cache=False)
-
-
-def test_a_model_that_looks_both_ways_by_an_overlay():
-    plan = make_plans("gemma3")
-    model = make_model("gemma3", use_bidirectional_attention=True)
     with pytest.raises(ValueError, match=r"the mask or_masks|is_causal=False"):
-        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+        call(make_model("gemma3", use_bidirectional_attention=True), make_plans("gemma3"))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +228,8 @@ def test_chunked_attention():
         attn_implementation="burst",
         pad_token_id=0,
     )
-    plan = make_plan(SEQLEN)
     with pytest.raises(ValueError, match="attention_chunk_size=8 of the layer has no plan among the call"):
-        Llama4ForCausalLM(config)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+        call(Llama4ForCausalLM(config), make_plan(SEQLEN))
 
 
 REFUSED_BATCHES = {
