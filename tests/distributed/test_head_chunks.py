@@ -50,72 +50,55 @@ def projection(plan, chunks):
     return Projection(chunks, rows, run)
 
 
-def scored(chunks, strategy, group=None):
-    """As :func:`whole_and_chunked`, with a soft cap and with sinks, whose gradients are compared too."""
+def whole_and_chunked(group, chunks, strategy, mask="causal", scored=False):
+    """Return (out, gradients) of all heads at once and in chunks; ``scored``: with a soft cap, and with sinks."""
     (hidden, *weights), dout = inputs(torch.float64)
-    plan, cap = make_plan(LENGTH, strategy=STRATEGIES[strategy], group=group), 0.8
+    plan = make_plan(LENGTH, mask=MASKS[mask], strategy=STRATEGIES[strategy], group=group)
     logits = torch.linspace(-1, 1, Q_HEADS, dtype=torch.float64)
     results = []
     for count in (0, chunks):
-        tensors = plan.shard(hidden.detach(), 1), *(w.detach().clone() for w in weights), logits.clone()
+        tensors = [plan.shard(hidden.detach(), 1), *(w.detach().clone() for w in weights), *[logits.clone()] * scored]
         leaves = [x.requires_grad_() for x in tensors]
+        options = {"softcap": 0.8, "sinks": leaves[4] * 1.5} if scored and not count else {}
         if count:
             plain = projection(plan, count)
 
-            def rows(weight, chunk, plain=plain, count=count):
-                own = Q_HEADS // count
+            def rows(weight, chunk, plain=plain, own=Q_HEADS // count):
                 return ((chunk * own, (chunk + 1) * own),) if weight == 3 else plain.rows(weight, chunk)
 
             def run(hidden, chunk, given, tokens, plain=plain):
-                return replace(plain.run(hidden, chunk, given[:3], tokens), softcap=cap, sinks=given[3] * 1.5)
+                call = plain.run(hidden, chunk, given[:3], tokens)
+                return replace(call, softcap=0.8, sinks=given[3] * 1.5) if scored else call
 
             out = attend_by_heads(leaves[0], leaves[1:], Projection(count, rows, run))
         else:
-            heads = [heads_of(leaves[0], w) for w in leaves[1:4]]
-            out = burst_attention(*heads, plan, softcap=cap, sinks=leaves[4] * 1.5).transpose(1, 2)
+            out = burst_attention(*(heads_of(leaves[0], w) for w in leaves[1:4]), plan, **options).transpose(1, 2)
         results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 1))))
     return results
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("strategy", ["auto", "ulysses"])
-def test_soft_caps_and_sinks_in_chunks(pools, strategy, chunks):
-    for results in pools(2).run(partial(scored, chunks, strategy)):
-        for whole, chunked in zip(*results, strict=True):
-            assert whole.abs().max() > 0
-            torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
-
-
-def whole_and_chunked(chunks, strategy, mask, dtype=torch.float64, group=None):
-    """Return (out, gradients of hidden states and weights) of all heads at once and in chunks, on this rank."""
-    (hidden, *weights), dout = inputs(dtype)
-    plan = make_plan(LENGTH, mask=MASKS[mask], strategy=STRATEGIES[strategy], group=group)
-    results = []
-    for count in (0, chunks):
-        leaves = [x.requires_grad_() for x in (plan.shard(hidden.detach(), 1), *(w.detach().clone() for w in weights))]
-        if count:
-            out = attend_by_heads(leaves[0], leaves[1:], projection(plan, count))
-        else:
-            out = burst_attention(*(heads_of(leaves[0], w) for w in leaves[1:]), plan).transpose(1, 2)
-        grads = torch.autograd.grad(out, leaves, plan.shard(dout, 1))
-        results.append((out.detach(), *grads))
-    return results
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_chunks_of_heads_are_all_heads(pools, world, chunks):
-    for mask in MASKS:
-        for results in pools(world).run(partial(whole_and_chunked, chunks, "auto", mask)):
+def check_chunks(world, *arguments):
+    with local_world(world) as ranks:
+        for results in ranks.run(whole_and_chunked, *arguments):
             for whole, chunked in zip(*results, strict=True):
+                assert whole.abs().max() > 0
                 torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize(("strategy", "chunks"), [("auto", 1), ("auto", 4), ("ulysses", 2)])
+def test_soft_caps_and_sinks_in_chunks(strategy, chunks):
+    check_chunks(2, chunks, strategy, "causal", True)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_chunks_of_heads_are_all_heads(world, chunks):
+    check_chunks(world, chunks, "auto", list(MASKS)[(world + chunks.bit_length()) % 3])
+
+
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "auto"])
-def test_under_every_strategy(pools, strategy):
-    for results in pools(2).run(partial(whole_and_chunked, 2, strategy, "causal")):
-        for whole, chunked in zip(*results, strict=True):
-            torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
+def test_under_every_strategy(strategy):
+    check_chunks(2, 2, strategy)
 
 
 def failing(unpack=lambda rank, x: x, group=None):
@@ -145,7 +128,7 @@ def test_a_rank_that_fails_in_a_later_chunk_raises_at_once(monkeypatch, what):
         return real(*arguments, **options)
 
     monkeypatch.setattr(head_chunks, what, fails)
-    with local_world(2, timeout=5) as ranks:
+    with local_world(2, timeout=1.5) as ranks:
         first, second = ranks.run(lambda group: failing(group=group))
     assert type(first[0]) is ExchangeError and type(second[0]) is MemoryError
     assert not hasattr(second[0], "__notes__") and second[1] < 3

@@ -12,6 +12,7 @@ from burst_attention import Plan, burst_attention, make_plan
 from burst_attention.memory.disk import DiskStore
 from burst_attention.memory.offload import Offloading, offloading
 from burst_attention.memory.store import OffloadError
+from burst_attention.testing import local_world
 from tests.support.processes import files_in_use
 
 SEQLEN, LAYERS = 24, 3
@@ -51,8 +52,9 @@ def keeps_the_gradient(folder: str) -> bool:
     return torch.equal(gradient(plan, offloading(f"disk:{folder}", plan.agreement)), gradient(plan, None))
 
 
-def test_gradients_have_the_same_bits(pools, tmp_path) -> None:
+def test_gradients_have_the_same_bits_and_no_file_is_left(pools, tmp_path) -> None:
     assert pools(2).run(keeps_the_gradient, str(tmp_path)) == [True, True]
+    assert not files_in_use(tmp_path)
 
 
 class Failing(DiskStore):
@@ -77,17 +79,18 @@ class Failing(DiskStore):
         return super().get(ticket)
 
 
-def fails(folder: str, method: str, count: int) -> tuple[tuple[str, str], bool]:
+def fails(group: Any, folder: str, method: str, count: int) -> tuple[tuple[str, str], bool]:
     """What a step raises if a file of rank 1 is damaged, and whether the group works afterwards."""
-    plan = make_plan(SEQLEN, timeout=5)
+    plan = make_plan(SEQLEN, timeout=5, group=group)
     made = Failing(folder, method, count) if plan.rank == 1 else DiskStore(folder)
     reported = caught(gradient, plan, Offloading(made, agreement=plan.agreement))
     return reported, bool(gradient(plan, None).isfinite().all())
 
 
 @pytest.mark.parametrize(("method", "count"), [("get", 1), ("get", LAYERS - 1), ("put", 2)])
-def test_a_failure_on_one_rank_raises_on_both(pools, tmp_path, method: str, count: int) -> None:
-    (other, other_works), (own, own_works) = pools(2).run(fails, str(tmp_path), method, count)
+def test_a_failure_on_one_rank_raises_on_both(tmp_path, method: str, count: int) -> None:
+    with local_world(2) as ranks:
+        (other, other_works), (own, own_works) = ranks.run(fails, str(tmp_path), method, count)
     assert own[0] == OffloadError.__name__ and "was closed" in own[1]
     assert other[0] == "PeerError"
     assert "rank 1 failed before the call: offload: OffloadError" in other[1] and "was closed" in other[1]
@@ -95,8 +98,8 @@ def test_a_failure_on_one_rank_raises_on_both(pools, tmp_path, method: str, coun
     assert own_works and other_works
 
 
-def folder_is_missing(folder: str) -> tuple[str, str]:
-    plan = make_plan(SEQLEN, timeout=5)
+def folder_is_missing(group: Any, folder: str) -> tuple[str, str]:
+    plan = make_plan(SEQLEN, timeout=5, group=group)
     where = f"disk:{folder}/missing" if plan.rank == 1 else f"disk:{folder}"
 
     def run() -> None:
@@ -107,11 +110,7 @@ def folder_is_missing(folder: str) -> tuple[str, str]:
     return caught(run)
 
 
-def test_a_missing_folder_on_one_rank_is_refused_on_both(pools, tmp_path) -> None:
-    for kind, text in pools(2).run(folder_is_missing, str(tmp_path)):
-        assert kind == "ValueError" and "memory=Memory(offload='disk:" in text and "missing'" in text
-
-
-def test_no_file_is_left(pools, tmp_path) -> None:
-    pools(2).run(keeps_the_gradient, str(tmp_path))
-    assert not files_in_use(tmp_path)
+def test_a_missing_folder_on_one_rank_is_refused_on_both(tmp_path) -> None:
+    with local_world(2) as ranks:
+        for kind, text in ranks.run(folder_is_missing, str(tmp_path)):
+            assert kind == "ValueError" and "memory=Memory(offload='disk:" in text and "missing'" in text

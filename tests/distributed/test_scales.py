@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,32 +34,30 @@ def errors(case: Case, scale: float, attention=burst_attention, group=None) -> f
     return max(map(relative_l2, (out, *grads), wanted))
 
 
+def worst(world: int, case: Case, scale: float, attention: Any = burst_attention) -> float:
+    with local_world(world) as ranks:
+        return max(ranks.run(lambda group: errors(case, scale, attention, group)))
+
+
 @pytest.mark.parametrize("scale", SIGNS)
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-def test_every_sign_on_the_cpu(pools, kernel: str, mask: str, scale: float) -> None:
-    case = replace(CASE, mask=MASKS[mask], kernel=kernel)
-    for circulate in ("query", "key-value", "nearest"):
-        assert max(pools(2).run(errors, replace(case, circulate=circulate), scale)) < 1e-5
+def test_every_sign_on_the_cpu(kernel: str, scale: float) -> None:
+    for mask, circulate in zip(MASKS, ("query", "key-value", "nearest"), strict=True):
+        assert worst(2, replace(CASE, mask=MASKS[mask], kernel=kernel, circulate=circulate), scale) < 1e-5
 
 
 @pytest.mark.parametrize("scale", SIGNS)
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("heads", [2, 4])
-def test_every_sign_with_heads_cut(pools, heads: int, keep: bool, scale: float) -> None:
-    case = replace(CASE, ulysses_degree=heads, cache_qkv=keep, kv_heads=4)
-    assert max(pools(4).run(errors, case, scale)) < 1e-5
+def test_every_sign_with_heads_cut(scale: float) -> None:
+    for heads, keep in ((2, True), (4, False), (4, True)):
+        assert worst(4, replace(CASE, ulysses_degree=heads, cache_qkv=keep, kv_heads=4), scale) < 1e-5
 
 
-@pytest.mark.parametrize("scale", SIGNS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, -0.7), (torch.float32, 0.0), (torch.float16, -0.7)])
 @pytest.mark.long
 def test_every_sign_in_the_triton_kernel(dtype, scale: float) -> None:
     pytest.importorskip("triton")
     case = replace(CASE, kernel="triton", dtype=dtype, mask=Mask(window=9), head_dim=16)
-    bound = 1e-5 if dtype == torch.float32 else 3e-3
-    with local_world(2) as ranks:
-        assert max(ranks.run(lambda group: errors(case, scale, group=group))) < bound
+    assert worst(2, case, scale) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
 def by_usp(case: Case, scale: float) -> float:
@@ -69,15 +68,15 @@ def by_usp(case: Case, scale: float) -> float:
 def test_every_sign_in_other_engines(pools, scale: float) -> None:
     case = replace(CASE, mask=Mask(window=9), q_heads=4, kv_heads=4)
     assert errors(case, scale, whole_attention) < 1e-5
-    assert max(pools(2).run(errors, replace(case, layout="contiguous"), scale, ulysses_attention)) < 1e-5
+    assert worst(2, replace(case, layout="contiguous"), scale, ulysses_attention) < 1e-5
     assert max(pools(4).run(by_usp, case, scale)) < 1e-5
 
 
-def by_ring_flash_attn(scale: float) -> float:
-    inputs, plan = CASE.inputs(), make_plan(44, strategy=Strategy(layout="zigzag", ulysses_degree=1))
+def by_ring_flash_attn(group: Any, scale: float) -> float:
+    inputs, plan = CASE.inputs(), make_plan(44, group=group, strategy=Strategy(layout="zigzag", ulysses_degree=1))
     q, k, v, dout = (plan.shard(inputs[name], 2).transpose(1, 2) for name in ("q", "k", "v", "dout"))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = compat.zigzag_ring_flash_attn_func(*leaves, softmax_scale=scale, causal=True)
+    out = compat.zigzag_ring_flash_attn_func(*leaves, softmax_scale=scale, causal=True, group=group)
     grads = torch.autograd.grad(out, leaves, dout)
     right = attend(inputs["q"], inputs["k"], inputs["v"], Mask(), dout=inputs["dout"], scale=scale)
     wanted = [plan.shard(x, 2).transpose(1, 2) for x in (right.out, right.dq, right.dk, right.dv)]
@@ -85,11 +84,12 @@ def by_ring_flash_attn(scale: float) -> float:
 
 
 @pytest.mark.parametrize("scale", SIGNS)
-def test_every_sign_by_other_packages_names(pools, scale: float) -> None:
-    assert max(pools(2).run(by_ring_flash_attn, scale)) < 1e-5
+def test_every_sign_by_other_packages_names(scale: float) -> None:
+    with local_world(2) as ranks:
+        assert max(ranks.run(by_ring_flash_attn, scale)) < 1e-5
 
 
-@pytest.mark.parametrize("scale", SIGNS)
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_every_sign_in_a_compiled_call(scale: float) -> None:
     def compiled(*tensors, scale: float, **_) -> torch.Tensor:
         torch.compiler.reset()  # a second scale would be a variable of the graph
@@ -105,8 +105,8 @@ def test_a_zero_scale_keeps_nan_in_sight() -> None:
     assert out[0, 0, 3].isnan().all() and out.isfinite().sum() == out.numel() - 8
 
 
-def signs_apart() -> str:
-    plan = make_plan(12, timeout=5)
+def signs_apart(group: Any) -> str:
+    plan = make_plan(12, timeout=5, group=group)
     q, k, v = (torch.randn(1, 2, plan.length, 8) for _ in range(3))
     try:
         burst_attention(q, k, v, plan, scale=(0.5, -0.5)[plan.rank])
@@ -115,8 +115,10 @@ def signs_apart() -> str:
     return "nothing"
 
 
-def test_ranks_whose_scales_differ_in_sign_alone_disagree(pools) -> None:
-    for text in pools(2).run(signs_apart):
+def test_ranks_whose_scales_differ_in_sign_alone_disagree() -> None:
+    with local_world(2) as ranks:
+        texts = ranks.run(signs_apart)
+    for text in texts:
         assert "the ranks disagree on scale: rank 0 has 0.5, rank 1 has -0.5" in text
 
 
