@@ -1,8 +1,9 @@
-"""Compare trainers over contexts with stock trainers in one process, like ``python tests/tools/trainers.py``."""
+"""Compare trainers over contexts with stock trainers in one process."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer
 
+from burst_attention import Strategy
+from burst_attention.plan.balance import most_tokens
 from tests.support import trainer_cases, trainer_makers
-from tests.support.trainer_cases import CASES
-from tests.tools.trainers import Sides
+from tests.support.trainer_cases import CASES, IN_CI, Case, Sides
+from tests.support.trainer_makers import BATCH, HALF, STEPS
 
-EVERYDAY = (
-    "data 2 x context 2",
-    "iterable",
-    "memory",
-    "memory, fsdp2",
-    "fsdp2, shard 2 x context 2",
-    "own loss",
-    "own loss, data 2 x context 2",
-    "sft packed",
-    "dpo",
-    "grpo, data 2 x context 2",
-)
+SPREAD = CASES["data 2 x context 2"]
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +27,19 @@ def sides(pools):
     made.alone.shutdown()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-@pytest.mark.long
+def _case(name):
+    smoke = name == SPREAD.name
+    return pytest.param(name, marks=() if smoke else pytest.mark.long if name in IN_CI else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [_case(name) for name in CASES])
 def test_losses_norms_and_evaluations_are_the_stock_trainers(sides, name):
     found = sides.compare(CASES[name])
     assert CASES[name].holds(found), found
 
 
 def histories(folder):
-    """Return logged losses and final weights of a whole run, a run stopped after 5 steps, and its continuation."""
+    """Return logged losses and final weights of a whole run, a run stopped half way, and its continuation."""
     case, reported = CASES["resumed"], []
     with trainer_cases.as_started(case, ours=True):
         for name, stop in (("whole", False), ("parts", True), ("parts", False)):
@@ -59,11 +53,10 @@ def histories(folder):
 @pytest.mark.long
 def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(pools, tmp_path):
     for whole, stopped, resumed in pools(4).run(histories, str(tmp_path)):
-        assert len(whole[0]) == 10
-        assert len(stopped[0]) == 5
+        assert (len(whole[0]), len(stopped[0])) == (STEPS, HALF)
         assert resumed[0] == whole[0]
         assert all(torch.equal(resumed[1][name], value) for name, value in whole[1].items())
-    folder = tmp_path / "whole" / "checkpoint-10"
+    folder = tmp_path / "whole" / f"checkpoint-{STEPS}"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert not any("burst" in path.read_text() for path in folder.glob("*.json"))
@@ -73,49 +66,50 @@ def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(pools, tmp_path):
 
 
 def questions(folder):
-    """Evaluate, predict and generate with a trainer before training."""
-    case = CASES["data 2 x context 2"]
-    with trainer_cases.as_started(case, ours=True):
-        trainer = trainer_makers.make_padded(case, True, folder)
+    """Read, evaluate, predict and generate with a trainer before training."""
+    with trainer_cases.as_started(SPREAD, ours=True):
+        trainer = trainer_makers.make_padded(SPREAD, True, folder)
+        accelerator, mine = trainer.accelerator, torch.tensor([dist.get_rank()])
+        assert accelerator.contexts.shape == (2, 2)
+        ids = next(iter(trainer.get_train_dataloader()))["input_ids"].tolist()
+        counted = accelerator.gather(mine).tolist(), accelerator.reduce(mine + 1, "sum").item()
+        mean = accelerator.reduce(mine + 1.0, "mean").item()
+        with pytest.raises(ValueError, match="pass tensors"):
+            accelerator.gather_for_metrics([{"a": "text"}])
         before = trainer.evaluate()["eval_loss"]
-        try:
+        with pytest.raises(ValueError, match="prediction_loss_only=True"):
             trainer.predict(trainer.eval_dataset)
-        except ValueError as error:
-            refused = str(error)
         trainer.args.prediction_loss_only = True
         predicted = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
         generated = trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
-    return before, refused, predicted, generated.tolist()
+    return ids, (*counted, mean), before, predicted, generated.tolist()
 
 
-def test_evaluating_before_training_predicting_and_generating(pools, tmp_path):
+def test_ranks_of_a_context_read_one_batch_count_once_evaluate_and_generate(pools, tmp_path):
     model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
     rows = trainer_makers.collate(trainer_makers.samples(23, 2))
     expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).tolist()
     with torch.no_grad():
         losses = [model(**{k: v[i : i + 4] for k, v in rows.items()}).loss.item() for i in range(0, 23, 4)]
-    for before, refused, predicted, generated in pools(4).run(questions, str(tmp_path)):
+    answers = pools(4).run(questions, str(tmp_path))
+    ids = [answer[0] for answer in answers]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    for _, counted, before, predicted, generated in answers:
+        assert counted == ([0, 2], (1 + 2 + 3 + 4) // 2, 2.5)
         assert before == pytest.approx(sum(losses[:-1]) * 4 / 23 + losses[-1] * 3 / 23, abs=1e-6)
         assert predicted == before
-        assert "prediction_loss_only=True" in refused
         assert generated == expected
-
-
-PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
 
 
 def evaluated_head(folder, problem):
     """Return the eval_loss of a classifier, or of a mixture of experts, over 23 samples."""
-    return trained_head(folder, problem).evaluate()["eval_loss"]
-
-
-def trained_head(folder, problem):
-    case = CASES["data 2 x context 2"]
-    with trainer_cases.as_started(case, ours=True):
+    with trainer_cases.as_started(SPREAD, ours=True):
         model, data, collated = head_of(problem)
-        args = trainer_makers.arguments_of(case, True, folder)
+        args = trainer_makers.arguments_of(SPREAD, True, folder)
         kind = trainer_makers.over_contexts(Trainer)
-        return kind(model=model, args=args, eval_dataset=data, data_collator=collated, context_size=2)
+        return kind(model=model, args=args, eval_dataset=data, data_collator=collated, context_size=2).evaluate()[
+            "eval_loss"
+        ]
 
 
 def head_of(problem):
@@ -128,7 +122,7 @@ def batches_of(data, size):
     return [data[i : i + size] for i in range(0, len(data), size)]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification", "regression"])
 @pytest.mark.long
 def test_a_classifier_is_evaluated_over_contexts_as_in_one_process(pools, tmp_path, problem):
     model, data, collated = head_of(problem)
@@ -138,6 +132,7 @@ def test_a_classifier_is_evaluated_over_contexts_as_in_one_process(pools, tmp_pa
         assert found == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_routers_loss_is_in_an_evaluation_once(pools, tmp_path):
     model, data, collated = head_of("mixture")
 
@@ -172,11 +167,11 @@ def alone(folder, ours):
         return losses, type(trainer.accelerator).__name__, len(trainer.predict(trainer.eval_dataset).predictions)
 
 
+@pytest.mark.long
 def test_in_one_process_it_is_the_trainer_that_it_was(sides, tmp_path):
     stock, ours = (sides.alone.submit(alone, str(tmp_path / str(ours)), ours).result() for ours in (False, True))
     assert ours == stock
-    assert ours[1] == "Accelerator"
-    assert ours[2] == 23
+    assert ours[1:] == ("Accelerator", 23)
 
 
 def rounded(folder):
@@ -191,42 +186,10 @@ def test_losses_of_mixed_precision_are_logged_unrounded(pools, tmp_path):
     assert all(equal <= 1 for equal in pools(2).run(rounded, str(tmp_path)))
 
 
-def reading(folder, contexts_of):
-    """Return this rank's first batch, and gathered and reduced values, for contexts of ``contexts_of`` ranks."""
-    case = CASES["data 2 x context 2"]
-    with trainer_cases.as_started(case, ours=True):
-        trainer = trainer_makers.make_padded(case, True, folder)
-        assert trainer.accelerator.contexts.shape == (dist.get_world_size() // contexts_of, contexts_of)
-        batch = next(iter(trainer.get_train_dataloader()))
-        accelerator = trainer.accelerator
-        mine = torch.tensor([dist.get_rank()])
-        counted = accelerator.gather(mine).tolist(), accelerator.reduce(mine + 1, "sum").item()
-        mean = accelerator.reduce(mine + 1.0, "mean").item()
-        try:
-            accelerator.gather_for_metrics([{"a": "text"}])
-        except ValueError as error:
-            refused = str(error)
-        return batch["input_ids"].tolist(), counted, mean, refused
-
-
-def test_ranks_of_a_context_read_one_batch_and_count_once(pools, tmp_path):
-    answers = pools(4).run(reading, str(tmp_path), 2)
-    ids = [answer[0] for answer in answers]
-    assert ids[0] == ids[1]
-    assert ids[2] == ids[3]
-    assert ids[0] != ids[2]
-    for _, counted, mean, refused in answers:
-        assert counted == ([0, 2], (1 + 2 + 3 + 4) // 2)
-        assert mean == 2.5
-        assert "pass tensors" in refused
-
-
-def groups(folder, **changes):
+def groups_of_eight(folder):
     """Return the error for batches that don't hold whole groups of completions."""
-    from dataclasses import replace
-
     Path(folder).parent.mkdir(exist_ok=True)
-    case = replace(CASES["grpo, data 2 x context 2"], options=changes)
+    case = replace(CASES["grpo, data 2 x context 2"], options={"num_generations_eval": 8})
     if dist.get_rank() == 0:
         trainer_cases.save_model(f"{Path(folder).parent}/model")
     dist.barrier()
@@ -235,10 +198,57 @@ def groups(folder, **changes):
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_context_holds_whole_groups_of_completions(pools, tmp_path):
     for reported in pools(4).run(groups_of_eight, str(tmp_path / "run")):
         assert "multiple of num_generations_eval=8" in reported
 
 
-def groups_of_eight(folder):
-    return groups(folder, num_generations_eval=8)
+# Plain gradient descent: AdamW would magnify the rounding of small gradients, as the stock loss is computed in fp32.
+BALANCED = {"strategy": Strategy(layout="balanced"), "long_tail": True, "dtype": torch.float64}
+BALANCED |= {"optim": "sgd", "learning_rate": 1.0}
+PACKED = {"packing": True, "max_length": 128, "samples": 600}
+BALANCED_CASES = {
+    "rows": Case("rows", "rows"),
+    "padded": Case("padded", "padded"),
+    "padding-free": Case("padding-free", "packed"),
+    "window": Case("window", "packed", options={"family": "gemma2"}),
+    "sft packed": Case("sft packed", "sft", options=PACKED),
+    "sft wrapped": Case("sft wrapped", "sft", options=PACKED | {"packing_strategy": "wrapped", "max_length": 64}),
+    "sft padding-free": Case("sft padding-free", "sft", options={"padding_free": True, "max_length": None}),
+}
+
+
+def balanced(name, ranks, folder, ours):
+    """Return the logged losses and evaluations, the final weights, and (tokens, documents, layout, longest) by plan."""
+    case = replace(BALANCED_CASES[name], ranks=ranks, context=ranks)
+    case = replace(case, options=case.options | BALANCED)
+    with trainer_cases.as_started(case, ours):
+        trainer = getattr(trainer_makers, f"make_{case.kind}")(case, ours, folder)
+        trainer.train()
+    log = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history]
+    weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    plans = trainer.model._burst.plans._plans.items() if ours else ()
+    used = [
+        (seqlen, len(borders or ()) - 1, plans.one.layout, max(plans.one.schedule.layout.lengths))
+        for (seqlen, borders), plans in plans
+    ]
+    return [loss for loss in log if loss is not None], weights, used
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=pytest.mark.long if name in ("rows", "sft packed") else pytest.mark.slow)
+        for name, ranks in zip(BALANCED_CASES, (4, 2, 4, 2, 2, 4, 2), strict=True)
+    ],
+)
+def test_ranks_share_the_rows_of_a_batch_and_weights_are_those_of_one_process(pools, sides, tmp_path, name, ranks):
+    losses, weights, _ = sides.alone.submit(balanced, name, 1, str(tmp_path / "stock"), False).result()
+    assert len(losses) == STEPS + 2
+    for mine, ours, used in pools(ranks).run(balanced, name, ranks, str(tmp_path / "ours"), True, timeout=300):
+        assert mine == pytest.approx(losses, abs=2e-6)
+        assert ours.keys() == weights.keys()
+        assert max((ours[key] - value).abs().max().item() for key, value in weights.items()) < 2e-6
+        assert all(kind == "balanced" and longest <= most_tokens(n, ranks) for n, _, kind, longest in used)
+        assert max(documents for _, documents, *_ in used) >= BATCH, "the rows of a batch are documents of one row"

@@ -11,11 +11,11 @@ from transformers import Trainer
 
 from burst_attention.integrations import hf
 from tests.support import trainer_cases, trainer_makers
+from tests.support.trainer_cases import Sides
 from tests.support.vision_models import build
 from tests.support.vision_processors import collator, samples
-from tests.tools.trainers import Sides
 
-STEPS, BATCH = 20, 3
+STEPS, BATCH = 6, 3
 FAMILIES = ("qwen2_5_vl", "gemma3")
 
 
@@ -36,7 +36,6 @@ def test_every_argument_of_a_processors_batch_has_a_place(family):
         *(("image_grid_thw", "mm_token_type_ids") if "qwen" in family else ("token_type_ids",)),
     } <= kept
     assert batch.keys() - kept == {"input_ids", "attention_mask", "labels"}
-    assert {n for row in batch["input_ids"] for n in [(row == 90).sum().item()]} >= {0}
 
 
 def looped(family):
@@ -62,15 +61,15 @@ def looped(family):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_steps_of_a_loop(pools, family):
-    for ours, alone in pools(2).run(looped, family)[0]:
+@pytest.mark.long
+def test_a_loop(pools):
+    for ours, alone in pools(2).run(looped, "gemma3")[0]:
         assert ours == pytest.approx(alone, abs=2e-6)
         assert ours > 1
 
 
 def trained(family, folder, ours, contexts):
-    """Return the losses that Trainer logs in twenty steps, and the last evaluation's.
+    """Return the losses that Trainer logs, and the last evaluation's.
 
     These models refuse num_items_in_batch, so that a step's loss is the mean of its parts' means. One process
     accumulates the contexts' parts.
@@ -92,8 +91,9 @@ def trained(family, folder, ours, contexts):
         return [row[name] for row in trainer.state.log_history for name in ("loss", "eval_loss") if name in row]
 
 
-@pytest.mark.parametrize(("family", "contexts"), [("qwen2_5_vl", 1), ("gemma3", 1), ("qwen2_5_vl", 2)])
-def test_twenty_steps_of_trainer(sides, pools, tmp_path, family, contexts):
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "contexts"), [("gemma3", 1), ("qwen2_5_vl", 2)])
+def test_trainer(sides, pools, tmp_path, family, contexts):
     expected = sides.alone.submit(trained, family, str(tmp_path / "alone"), False, contexts).result()
     assert len(expected) == STEPS + 1
     for found in pools(2 * contexts).run(trained, family, str(tmp_path / "ours"), True, contexts):

@@ -9,7 +9,7 @@ import torch
 
 from burst_attention.integrations import hf
 from tests.support.hf_models import make_model
-from tests.support.trainer_makers import ACCUMULATED, BATCH, COMMON, STEPS, collate, samples
+from tests.support.trainer_makers import ACCUMULATED, BATCH, COMMON, HALF, STEPS, collate, samples
 
 
 class Fitted:
@@ -32,7 +32,7 @@ class Fitted:
             max_steps=STEPS,
             accumulate_grad_batches=ACCUMULATED,
             gradient_clip_val=0.2,
-            val_check_interval=10,
+            val_check_interval=HALF * ACCUMULATED,
             default_root_dir=self.folder,
             **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         )

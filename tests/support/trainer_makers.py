@@ -1,4 +1,4 @@
-"""The trainers that ``tests/tools/trainers.py`` compares, with tiny tokenizers and data made offline."""
+"""The trainers of ``trainer_cases``, with tiny tokenizers and data made offline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tools.families import model_class, tiny_config
 if TYPE_CHECKING:
     from tests.support.trainer_cases import Case
 
-STEPS, ACCUMULATED, BATCH = 10, 2, 4
+STEPS, HALF, ACCUMULATED, BATCH = 6, 3, 2, 4
 COMMON = {
     "max_steps": STEPS,
     "gradient_accumulation_steps": ACCUMULATED,
@@ -32,7 +32,7 @@ COMMON = {
     "lr_scheduler_type": "constant",
     "save_strategy": "no",
     "eval_strategy": "steps",
-    "eval_steps": 5,
+    "eval_steps": HALF,
     "bf16": False,
 }
 _OWN = (
