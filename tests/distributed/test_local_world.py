@@ -25,29 +25,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mask} {case.layout} {case.dtype}")
+@pytest.mark.parametrize(("world", "case"), [(1, CASES[0]), (3, CASES[1]), (8, CASES[2]), (8, CASES[3]), (2, CASES[4])])
 def test_threads_are_exact(world, case):
     with local_world(world) as ranks:
         for report in ranks.run(lambda group: check(case, group=group)):
             assert report.passed, report
 
 
-def shards(case, group=None):
+def shards(group, case):
     plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=Strategy(layout=case.layout, route=case.route))
     results = dict(distributed_call(case, plan, case.inputs()).items())
     return results, plan.transport.sent, plan.transport.received
 
 
-def on_rank(group, case):
-    return shards(case, group)
-
-
 @pytest.mark.parametrize("case", CASES[1:3], ids=["ring", "ring-attention"])
 def test_threads_and_processes_give_the_same_bits_and_bytes(pools, case):
     with local_world(3) as ranks:
-        threads = ranks.run(on_rank, case)
-    for mine, theirs in zip(threads, pools(3).run(shards, case), strict=True):
+        threads = ranks.run(shards, case)
+    for mine, theirs in zip(threads, pools(3).run(shards, None, case), strict=True):
         assert mine[1:] == theirs[1:]
         assert mine[1] > 0
         for name, tensor in mine[0].items():
@@ -104,8 +99,7 @@ def test_ranks_that_disagree_are_named():
     assert "rank 2 has 8" in str(raised.value.errors[0])
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(("mode", "odd"), [(torch.inference_mode, 0), (torch.inference_mode, 2), (torch.no_grad, 0)])
 def test_a_rank_without_gradients_is_named(mode, odd):
     """Its buffers are inference tensors, which other threads may not write to outside of that mode."""
 

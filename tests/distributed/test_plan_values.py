@@ -56,9 +56,7 @@ def error_of(plan) -> float:
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_plan_of_one_rank_is_a_value(how) -> None:
-    plans = [
-        make_plan(10, mask=mask, strategy=Strategy(layout=layout)) for mask in MASKS for layout in ("zigzag", "striped")
-    ]
+    plans = [make_plan(10, mask=mask, strategy=Strategy(layout="zigzag")) for mask in MASKS]
     copies = [COPIES[how](plan) for plan in plans]
     assert len({plan.handle for plan in [*plans, *copies]}) == 2 * len(plans)
     reported = [(plan.schedule.description, plan.layout, plan.positions.tolist()) for plan in plans]
