@@ -34,9 +34,7 @@ def labels(*, ignored):
 
 def test_rows_of_one_document_stay_as_they_are():
     rows = rows_of(batch(), ranks=2)
-    assert rows.cu_seqlens is None
-    assert rows.padding is None
-    assert torch.equal(rows.input_ids, IDS)
+    assert rows.cu_seqlens is None and rows.padding is None and torch.equal(rows.input_ids, IDS)
     assert rows.targets.tolist() == [[2, 3, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]]
     assert torch.equal(rows.restore(rows.input_ids), IDS)
 
@@ -153,11 +151,9 @@ def test_what_can_not_be_is_refused(entries, error, message):
 def test_a_few_masks_plans_are_kept():
     plans = PlanCache(make_plan(1), [None, 7, None], kept=3)
     for length in range(10, 20):
-        kept = plans.get(length, (0, 4, length))
-        assert {window: plan.mask for window, plan in kept.items()} == {
-            None: Mask(cu_seqlens=(0, 4, length)),
-            7: Mask(window=7, cu_seqlens=(0, 4, length)),
-        }
+        kept, borders = plans.get(length, (0, 4, length)), (0, 4, length)
+        masks = {window: Mask(window=window, cu_seqlens=borders) for window in (None, 7)}
+        assert {window: plan.mask for window, plan in kept.items()} == masks
         assert all(plan.seqlen == length for plan in kept.values())
     assert len(plans) == 3
     assert plans.get(19, (0, 4, 19)) is kept

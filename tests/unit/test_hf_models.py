@@ -285,14 +285,14 @@ def test_a_switched_layer_or_model_is_refused():
     assert refused in over_ranks(lambda plan: forward(model, plan))
 
 
-def losses_of(models, plan, *, cut_ahead=False, loss=next_token_loss, copied=()):
-    """Run each model on a batch, then the loss; ``copied``: models whose labels are a copy, as on another device."""
+def losses_of(models, plan, *, cut_ahead=False, loss=next_token_loss, copied=(), moved=()):
+    """Run each model on a batch, then the loss; ``copied``, ``moved``: models whose labels, positions are copies."""
     shards = [
         hf.shard_batch({name: x.roll(n, 1) for name, x in make_batch().items()}, plan) for n in range(len(models))
     ]
     for n, model in enumerate(models):
         shard = shards[n] if cut_ahead else hf.shard_batch(make_batch(), plan)
-        positions = shard["position_ids"]
+        positions = shard["position_ids"].clone() if n in moved else shard["position_ids"]
         hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
         labels = shard["shift_labels"].clone() if n in copied else shard["shift_labels"]
         for _ in range(2):
@@ -316,8 +316,8 @@ def test_a_switched_model_is_refused_by_the_loss(names, options):
     )
 
 
-@pytest.mark.parametrize("options", [{"copied": (1,)}, {"cut_ahead": True, "copied": (0, 1, 2)}])
-def test_copied_labels_are_those_of_their_own_batch(options):
+@pytest.mark.parametrize("options", [{"copied": (1,), "moved": (1,)}, {"cut_ahead": True, "copied": (0, 1, 2)}])
+def test_copied_labels_are_those_of_their_own_batch_and_copied_positions_are_fine(options):
     model = make_model("llama")
     succeeds(lambda plan: losses_of([model] * 3, plan, **options))
 
@@ -332,18 +332,6 @@ def test_an_attention_of_ones_own_counts():
             hidden = burst_attention(x, x, x, plan)[:, 0]
             labels = shard["shift_labels"].clone() if copied else shard["shift_labels"]
             next_token_loss(hidden, torch.randn(64, 8), labels, plan)
-
-    succeeds(call)
-
-
-def test_copies_of_positions_are_no_mistake():
-    model = make_model("llama")
-
-    def call(plan):
-        shard = hf.shard_batch(make_batch(), plan)
-        positions = shard["position_ids"].clone()
-        hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
-        next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
 
     succeeds(call)
 
@@ -388,13 +376,12 @@ def test_plans_made_apart_are_watched_together():
     """Cut a batch by one of the plans that the model takes."""
     model = make_model("qwen3")
 
-    def call(group):
-        plans = {WINDOW: make_plan(SEQLEN, mask=Mask(window=WINDOW), group=group), None: make_plan(SEQLEN, group=group)}
-        hidden, shard = forward(model, plans[None], plans)
-        next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plans[None])
+    def call(plan):
+        plans = {WINDOW: make_plan(SEQLEN, mask=Mask(window=WINDOW), group=plan.transport.group), None: plan}
+        hidden, shard = forward(model, plan, plans)
+        next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
 
-    with local_world(2, timeout=20) as ranks:
-        ranks.run(call)
+    succeeds(call)
 
 
 def test_a_model_with_its_own_attention_is_refused_with_one_rank_too():
