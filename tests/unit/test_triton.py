@@ -34,26 +34,25 @@ def compare(table, dim, value_dim, dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("band", BANDS)
 @pytest.mark.long
-def test_every_band(band, dtype):
-    compare(BANDS[band], 16, 16, dtype)
+def test_every_band(dtype):
+    for band in BANDS:
+        compare(BANDS[band], 16, 16, dtype, batch=1, heads=(2, 1))
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(16, 40), (40, 16), (64, 64), (96, 96), (128, 128), (24, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 40), (96, 96), (128, 128), (24, 256)])
 def test_head_dims(dim, value_dim):
     compare([(0, 37, 0, 37, 0, 36)], dim, value_dim, torch.float32, batch=1, heads=(2, 1))
 
 
-@pytest.mark.parametrize("softcap", [0.4, 3.0])
-@pytest.mark.parametrize("band", ["causal", "window", "both", "several", "documents"])
-def test_soft_caps(band, softcap):
+@pytest.mark.parametrize(("softcap", "band"), [(0.4, "window"), (3.0, "both"), (0.4, "several")])
+def test_soft_caps(softcap, band):
     kernel = kernel_module.Triton(tuned=False).capped(softcap)
-    tile_cases.compare(kernel, BANDS[band], 16, 24, torch.float32, softcap=softcap)
+    tile_cases.compare(kernel, BANDS[band], 16, 24, torch.float32, softcap=softcap, batch=1, heads=(2, 1))
     assert kernel.untuned().softcap == softcap
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 @pytest.mark.long
 def test_any_tile_in_blocks_of_any_size(seed):
     """All of these affect how a block's keys are split into masked and unmasked steps."""
@@ -82,55 +81,48 @@ def test_any_tile_in_blocks_of_any_size(seed):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("heads", [(6, 2), (5, 1)])
 def test_grouped_queries(heads):
     compare(BANDS["causal"], 16, 16, torch.float32, heads=heads)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 129])
-def test_odd_lengths(length):
-    compare([(0, length, 0, length, 0, length - 1)], 16, 16, torch.float32, heads=(2, 2), batch=1)
+def test_odd_lengths():
+    for length in (1, 15, 17, 64, 129):
+        compare([(0, length, 0, length, 0, length - 1)], 16, 16, torch.float32, heads=(2, 2), batch=1)
 
 
 def test_a_running_state_is_continued_in_place_where_it_lies():
-    q, k, v, _ = inputs(50, 70, 16, 16, torch.float32)
+    q, k, v, _ = inputs(50, 70, 16, 16, torch.float32, heads=(2, 1))
     first, second = (Tiles(np.array(BANDS["several"][part], np.int64)) for part in (slice(0, 2), slice(2, 3)))
     kernel = kernel_module.Triton(tuned=False)
     whole = kernel.forward(q, k, v, Tiles(np.array(BANDS["several"])), 0.3)
     # A view of a larger total, as the sweep hands it over.
-    out, lse = torch.full((2, 4, 60, 16), 7.0), torch.full((2, 4, 60), 7.0)
+    out, lse = torch.full((2, 2, 60, 16), 7.0), torch.full((2, 2, 60), 7.0)
     out[:, :, 5:55], lse[:, :, 5:55] = kernel.forward(q, k, v, first, 0.3)
     kernel.extend(q, k, v, second, 0.3, out[:, :, 5:55], lse[:, :, 5:55])
     assert relative_l2(out[:, :, 5:55], whole[0]) < 1e-6
     assert relative_l2(lse[:, :, 5:55], whole[1]) < 1e-6
-    assert (out[:, :, :5] == 7).all()
-    assert (out[:, :, 55:] == 7).all()
-    assert (lse[:, :, 55:] == 7).all()
+    assert (out[:, :, :5] == 7).all() and (out[:, :, 55:] == 7).all() and (lse[:, :, 55:] == 7).all()
     merged = kernel.forward(q, k, v, first, 0.3)
     merge_(*merged, *kernel.forward(q, k, v, second, 0.3))
     assert relative_l2(out[:, :, 5:55], merged[0]) < 1e-6
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=30), Mask(cu_seqlens=[0, 30, 77, 130])])
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_the_sweep_over_ranks_with_our_kernel(pools, mask, layout):
-    case = Case(seqlen=130, mask=mask, layout=layout, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
-    for report in pools(3).run(check, case):
-        assert report.passed, report
-
-
-def test_ranks_as_threads_take_turns_in_the_interpreter():
-    """The interpreter patches Triton's language for all threads while it runs a program."""
-    case = Case(seqlen=50, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
-    with local_world(2) as ranks:
+@pytest.mark.parametrize(
+    ("mask", "layout"), [(Mask(window=15), "zigzag"), (Mask(cu_seqlens=[0, 15, 38, 65]), "striped")]
+)
+def test_the_sweep_over_ranks_with_our_kernel(mask, layout):
+    """Ranks as threads: the interpreter patches Triton's language for all threads while it runs a program."""
+    case = Case(seqlen=65, mask=mask, layout=layout, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
+    with local_world(3) as ranks:
         for report in ranks.run(lambda group: check(case, group=group)):
             assert report.passed, report
 
 
 def test_two_runs_give_the_same_bits():
     tiles = Tiles(np.array(BANDS["several"]))
-    q, k, v, dout = inputs(50, 70, 16, 16, torch.float16)
-    kernel, stats = kernel_module.Triton(tuned=False), torch.ones(2, 4, 50)
+    q, k, v, dout = inputs(50, 70, 16, 16, torch.float16, batch=1, heads=(2, 1))
+    kernel, stats = kernel_module.Triton(tuned=False), torch.ones(1, 2, 50)
     given = BackwardInputs(dout, q, k, v, stats, stats, tiles, 0.3)
     runs = [(*kernel.forward(q, k, v, tiles, 0.3), *kernel.backward(given)) for _ in "ab"]
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
@@ -177,7 +169,7 @@ def test_sizes_are_remembered_on_disk_and_a_broken_file_is_no_trouble(tmp_path):
 
 @pytest.mark.parametrize("program", ["forward", "backward_queries", "backward_keys"])
 def test_a_size_with_different_results_is_rejected(program):
-    q, _, v, _ = tile_cases.inputs(8, 8, 16, 24)
+    q, _, v, _ = inputs(8, 8, 16, 24, batch=1, heads=(2, 1))
     state = torch.random.get_rng_state()
     trial = Trial(kernel_module.Triton(tuned=False), program, q, v, "banded", 48)
     assert torch.equal(torch.random.get_rng_state(), state), "a measurement draws nothing from the user's generator"
@@ -191,7 +183,7 @@ def test_a_size_with_different_results_is_rejected(program):
 
 def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
     kernel = kernel_module.Triton()
-    q, _, v, _ = tile_cases.inputs(8, 8, 16, 16)
+    q, _, v, _ = inputs(8, 8, 16, 16)
     monkeypatch.setattr(kernel_module, "interpreted", lambda: False)
     monkeypatch.setattr(Tuner, "sizes", lambda *_: "measured")
     tiles = Tiles(np.array([[0, 8, 0, 8, 0, 7]]))
@@ -200,12 +192,10 @@ def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
         assert kernel._sizes("forward", q, v, tiles) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
-def test_the_fixed_choice_is_among_the_candidates(width, dtype):
-    fixed = fixed_sizes(width, width, dtype)
-    assert fixed in candidates(width, width, dtype)
-    assert min(fixed.m, fixed.n) >= 16
+def test_the_fixed_choice_is_among_the_candidates():
+    for width, dtype in itertools.product((16, 64, 96, 128, 256), (torch.float32, torch.bfloat16)):
+        fixed = fixed_sizes(width, width, dtype)
+        assert fixed in candidates(width, width, dtype) and min(fixed.m, fixed.n) >= 16
 
 
 def test_kinds_of_tiles():
