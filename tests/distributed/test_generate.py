@@ -220,25 +220,6 @@ def test_chunks_of_a_padded_batch(name):
     check_equal([out for _, out in outs], alone(name, longer, **right))
 
 
-def test_a_cache_filled_in_chunks_is_saved_and_continued_in_chunks(tmp_path):
-    name = "mistral"
-    first, longer = ids_of(300), torch.cat([ids_of(300), ids_of(201)], 1)
-
-    def save(model, cache):
-        cache = ShardedCache(model.config, cache.group, prefill_chunk=100)
-        generate(model, cache, first, max_new_tokens=1)
-        cache.save(tmp_path / "cache")
-
-    def load(model, cache):
-        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group, prefill_chunk=90)
-        out, counts = tokens_at_once(model, lambda: generate(model, loaded, longer, max_new_tokens=NEW))
-        assert len(counts) == 3 and max(counts) <= 45
-        return out
-
-    over_ranks(name, 3, save)
-    check_equal(over_ranks(name, 2, load), alone(name, longer, max_new_tokens=NEW))
-
-
 def test_every_rank_refuses_chunks_that_it_cannot_use():
     def use(model, cache):
         said = []
@@ -378,6 +359,7 @@ def test_a_saved_cache_serves_any_number_of_ranks(tmp_path):
     expected = alone(name, first, attention_mask=longer, max_new_tokens=NEW)
 
     def save(model, cache):
+        cache = ShardedCache(model.config, cache.group, prefill_chunk=100)
         generate(model, cache, ids, attention_mask=mask, max_new_tokens=70)
         cache.save(tmp_path / "cache")
 
@@ -386,7 +368,7 @@ def test_a_saved_cache_serves_any_number_of_ranks(tmp_path):
         return generate(model, loaded, first, attention_mask=longer, max_new_tokens=NEW)
 
     over_ranks(name, 3, save)
-    for world in (1, 2, 4):
+    for world in (1, 4):
         check_equal(over_ranks(name, world, load), expected)
 
 

@@ -84,19 +84,22 @@ def test_every_tuner_of_peft_has_a_case():
     assert set(TUNERS) == {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
 
 
-@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize(
+    "tuner", [name if name == "LORA" else pytest.param(name, marks=pytest.mark.long) for name in TUNERS]
+)
 def test_every_tuner_is_equal_or_refused(pools, tuner):
     if tuner == "ADAMSS":
         pytest.importorskip("sklearn")
     judge(pools(2).run(trained, tuner), TUNERS[tuner][1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", LORA)
 def test_every_kind_of_lora_is_equal_or_refused(pools, variant):
     judge(pools(2).run(trained, "LORA", variant), LORA[variant][1])
 
 
-@pytest.mark.parametrize("variant", ["saved embeddings", "embeddings", "trainable tokens"])
+@pytest.mark.parametrize("variant", ["saved embeddings", "trainable tokens"])
 def test_adapters_of_embeddings_take_padding_in_front(pools, variant):
     """A copy of the embeddings must not count as learned positions."""
     judge(pools(2).run(trained, "LORA", variant, "left padded"), None)
@@ -143,7 +146,7 @@ def draws_later(kind, rate, how):
             getattr(part, rate, {}).update(default=0.5)
     losses = [model.eval()(**batch).loss.item() for _ in range(2)]
     try:
-        if how == "one layer in training mode":
+        if how == "one layer":
             model.base_model.model.model.layers[1].train()
         else:
             model.train()
@@ -153,37 +156,33 @@ def draws_later(kind, rate, how):
     return losses, "nothing"
 
 
-@pytest.mark.parametrize(("kind", "rate"), DRAWING)
-@pytest.mark.parametrize("how", ["added", "set", "one layer in training mode"])
+@pytest.mark.parametrize(
+    ("kind", "rate", "how"),
+    [(*each, how) for each, how in zip(DRAWING, ("added", "set", "one layer", "set"), strict=True)],
+)
 def test_adapters_that_draw_weights_from_now_on_are_refused(pools, kind, rate, how):
     for losses, refusal in pools(2).run(draws_later, kind, rate, how):
         assert losses[0] == losses[1]  # nothing is drawn in evaluation mode
         assert re.search(rf"{rate}={{.*0.5}}, so it draws random values", refusal), refusal
 
 
-def summed():
-    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("ADALORA"))
-    hf.parallelize(model, gradients="sum", timeout=30)
+def wrong(what):
+    """AdaLoRA's term of the loss would count once per rank; random buffers (UniLoRA's) must be equal on all ranks."""
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of(what))
+    if what == "UNILORA":
+        next(buffer for name, buffer in model.named_buffers() if "indices" in name).fill_(dist.get_rank())
+    hf.parallelize(model, gradients="sum" if what == "ADALORA" else "mean", timeout=30)
     return model(**BATCHES[CASE]()).loss
 
 
-def test_adalora_takes_no_sums_of_gradients(pools):
-    """AdaLoRA's term of the loss would be counted once per rank."""
-    with pytest.raises(WorkerError, match="AdaLoRA adds to the loss on every rank") as caught:
-        pools(2).run(summed)
-    assert set(map(type, caught.value.errors.values())) == {ValueError}
-
-
-def random_buffers():
-    """Random buffers (UniLoRA's indices, for example) must be equal on all ranks, too."""
-    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("UNILORA"))
-    indices = next(buffer for name, buffer in model.named_buffers() if "indices" in name)
-    indices.fill_(dist.get_rank())
-    hf.parallelize(model, timeout=30)
-    return model(**BATCHES[CASE]()).loss
-
-
-def test_buffers_that_differ_are_noticed(pools):
-    with pytest.raises(WorkerError, match="a sample of the weights") as caught:
-        pools(2).run(random_buffers)
-    assert set(map(type, caught.value.errors.values())) == {DisagreementError}
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("ADALORA", ValueError, "AdaLoRA adds to the loss on every rank"),
+        ("UNILORA", DisagreementError, "a sample of the weights"),
+    ],
+)
+def test_sums_of_adalora_and_buffers_that_differ_are_refused(pools, what, error, message):
+    with pytest.raises(WorkerError, match=message) as caught:
+        pools(2).run(wrong, what)
+    assert set(map(type, caught.value.errors.values())) == {error}

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, refusal, stock_loss, worst_error
 from tests.distributed.test_hf_wrapped import classifier, norm
-from tests.support.hf_models import SMALL, make_model
+from tests.support.hf_models import SMALL
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
@@ -220,24 +220,6 @@ def test_a_head_that_is_sharded_by_itself(pools, loss, head):
 def test_a_head_that_is_sharded_alone_names_the_group(pools):
     for text in pools(2).run(refusal, sharded, None, alone):
         assert "fully_shard([model.model.norm, model.lm_head])" in text
-
-
-def mixed_precision():
-    """Return the loss under FSDP2's mixed precision with fp32 outputs, as under BurstMixin, and the loss in fp32."""
-    one, model = (make_model("llama", "sdpa", dtype=torch.float32) for _ in range(2))
-    give(one, "smoothed")
-    give(hf.parallelize(model, timeout=30), "smoothed")
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mp_policy=policy)
-    loss = model(**plain()).loss
-    loss.backward()
-    return loss.item(), one(**plain()).loss.item()
-
-
-def test_the_models_own_loss_in_mixed_precision(pools):
-    for loss, expected in pools(2).run(mixed_precision):
-        assert loss == pytest.approx(expected, rel=1e-2)  # the loss itself is in bf16
 
 
 def fused_and_plain(items):

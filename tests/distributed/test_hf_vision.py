@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
-from tests.distributed.test_hf_parallel import gradients
+from tests.distributed.test_hf_parallel import gradients, refusal
 from tests.support.vision_models import build, images_and_text, stock_loss, text, videos_and_text
 
 # Rotary positions in time and space; rows added in deep layers; images that see both ways; chunks and a head inside of
@@ -55,31 +55,33 @@ def check(reported, case="images"):
         assert (moved > 5) == (case != "text alone")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SAVING = hf.Memory(recompute="layer", mlp_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_vl" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
 def test_equal_to_one_process(pools, name):
     check(pools(3).run(against_stock, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "case"), [("gemma3", "text alone"), ("qwen3_vl", "text alone"), ("qwen2_5_vl", "videos")]
+    ("world", "name", "case", "layout", "checkpointing", "memory"),
+    [
+        (2, "gemma3", "text alone", None, None, None),
+        (2, "qwen3_vl", "text alone", "contiguous", None, None),
+        (2, "qwen2_5_vl", "videos", None, None, None),
+        (2, "gemma3", "images", "contiguous", None, None),
+        (4, "gemma3", "images", "striped", None, None),
+        (4, "qwen3_vl", "images", "balanced", None, None),
+        (2, "gemma3", "images", "zigzag", True, None),
+        (2, "qwen3_vl", "images", None, False, None),
+        (2, "qwen3_vl", "images", None, None, SAVING),
+    ],
 )
-def test_of_text_alone_and_of_videos(pools, name, case):
-    check(pools(2).run(against_stock, name, case), case)
-
-
-@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (2, "zigzag"), (4, "striped"), (4, "balanced")])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-def test_images_across_the_borders_of_shards(pools, name, world, layout):
-    check(pools(world).run(against_stock, name, "images", layout))
-
-
-@pytest.mark.parametrize(
-    "way", [{"checkpointing": True}, {"checkpointing": False}, {"memory": hf.Memory(recompute="layer", mlp_chunks=2)}]
-)
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
-def test_with_recomputation(pools, name, way):
-    way = {"checkpointing": None, "memory": None} | way
-    check(pools(2).run(against_stock, name, "images", None, way["checkpointing"], way["memory"]))
+def test_layouts_and_recomputation(pools, world, name, case, layout, checkpointing, memory):
+    check(pools(world).run(against_stock, name, case, layout, checkpointing, memory), case)
 
 
 def wrapped(name, wrapper):
@@ -105,37 +107,10 @@ def doubles(wanted):
     return {n: w.double() for n, w in wanted.items()}
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "wrapper"), [("qwen2_5_vl", "fsdp2"), ("gemma3", "ddp")])
 def test_wrapped(pools, name, wrapper):
     assert all(error <= 1e-3 for error in pools(2).run(wrapped, name, wrapper))
-
-
-def adapted(name):
-    """Return the worst error of an adapter's gradients, on the language model's projections."""
-    from peft import LoraConfig, get_peft_model
-
-    def make():
-        torch.manual_seed(0)
-        lora = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj|up_proj)", init_lora_weights=False)
-        return get_peft_model(build(name), lora).double()
-
-    one, model = make(), make()
-    batch = images_and_text(one.get_base_model())
-    wanted = gradients(one, stock_loss(one, batch))
-    hf.parallelize(model, gradients="sum", timeout=60)
-    got = gradients(model, model(**batch).loss)
-    for gradient in got.values():
-        dist.all_reduce(gradient)
-    wanted = {n: w for n, w in wanted.items() if "lora" in n}
-    return errors(got, wanted), len(wanted)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_adapters_of_the_language_model(pools, name):
-    for error, count in pools(2).run(adapted, name):
-        assert error <= 1e-4
-        assert count >= 12
 
 
 def generated(name):
@@ -153,75 +128,46 @@ def generated(name):
     return [*found, model.generate(**batch, **options).tolist()]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llama4"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4"])
 def test_generating_alone_and_restoring(pools, name):
     for before, while_parallel, after in pools(2).run(generated, name):
         assert before == while_parallel == after
 
 
-def refused(name, changes):
-    """Return the error of a call with a changed batch."""
-    model = build(name)
+def refused(what):
+    """Return the error of a call with a changed batch or model."""
+    model = build("qwen2_5_vl")
     batch = images_and_text(model)
-    for key in ("attention_mask", "position_ids"):
-        if changes.get(key) == "odd":
-            changes = {**changes, key: torch.arange(batch["input_ids"].shape[1])[None] % 9}
-        if changes.get(key) == "front":
-            changes = {**changes, key: batch["attention_mask"].flip(1)}
-            batch["labels"][-1, :6] = -100
+    if what == "position_ids":
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None] % 9
+    elif what == "padding in front of the tokens":
+        batch["attention_mask"] = batch["attention_mask"].flip(1)
+        batch["labels"][-1, :6] = -100
+    elif what.startswith("pixels="):
+        batch["pixels"] = torch.ones(1)
+    elif what == "pixel_values":  # one rank has other images
+        batch["pixel_values"][0] += dist.get_rank()
+    elif what.startswith("dropout"):
+        model.model.visual.blocks[0].add_module("more", torch.nn.Dropout(0.1))
+        return refusal(hf.parallelize, model, timeout=60)
     hf.parallelize(model, timeout=60)
-    if "extra" in changes:
-        inner = hf.vision.language_model_of(model)
-        inner.register_forward_pre_hook(
-            hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)})), with_kwargs=True
-        )
-        changes = {}
-    try:
-        model(**batch | changes)
-    except ValueError as error:
-        return str(error)
-    return ""
+    if what.startswith("extra="):
+        extra = hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)}))
+        hf.vision.language_model_of(model).register_forward_pre_hook(extra, with_kwargs=True)
+    return refusal(model, **batch)
 
 
 @pytest.mark.parametrize(
-    ("changes", "reported"),
+    "message",
     [
-        ({"position_ids": "odd"}, "position_ids"),
-        ({"attention_mask": "front"}, "padding in front of the tokens"),
-        ({"pixels": torch.ones(1)}, "pixels=Tensor [1] is refused"),
-        ({"extra": torch.ones(1)}, "extra=Tensor [1] of the language model: how to cut it is unknown"),
+        "position_ids",
+        "padding in front of the tokens",
+        "pixels=Tensor [1] is refused",
+        "extra=Tensor [1] of the language model: how to cut it is unknown",
+        "dropout outside of the language model",
+        "pixel_values",
     ],
 )
-def test_what_cannot_be_cut_is_refused(pools, changes, reported):
-    assert all(reported in each for each in pools(2).run(refused, "qwen2_5_vl", changes))
-
-
-def with_dropout(rate):
-    model = build("qwen2_5_vl")
-    model.model.visual.blocks[0].add_module("more", torch.nn.Dropout(rate))
-    try:
-        hf.parallelize(model, timeout=60)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_dropout_of_the_tower_is_refused(pools):
-    assert all("dropout outside of the language model" in each for each in pools(2).run(with_dropout, 0.1))
-
-
-def of_other_images(name):
-    """Return the error if one rank has other images."""
-    model = build(name)
-    batch = images_and_text(model)
-    batch["pixel_values"][0] += dist.get_rank()
-    hf.parallelize(model, timeout=60)
-    try:
-        model(**batch)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_need_the_same_images(pools):
-    assert all("pixel_values" in each for each in pools(2).run(of_other_images, "qwen2_5_vl"))
+def test_what_cannot_be_cut_is_refused(pools, message):
+    assert all(message in each for each in pools(2).run(refused, message))

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
@@ -58,25 +58,6 @@ def wrapped(how, gradients):
 def test_wrappers_defaults_give_the_one_device_norm(pools, how, reduction):
     for got, wanted in pools(2).run(wrapped, how, reduction):
         assert got == pytest.approx(wanted, rel=2e-6)
-
-
-def mixed_precision():
-    """Return the loss under FSDP2's mixed precision, which casts inputs and outputs to bf16, and the loss in fp32."""
-    expected = stock_loss(make_model("llama", "sdpa", dtype=torch.float32), BATCHES[CASE]())
-    model = hf.parallelize(make_model("llama", "sdpa", dtype=torch.float32), timeout=30)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mp_policy=policy)
-    out = model(**BATCHES[CASE]())
-    out.loss.backward()
-    return out.loss.dtype, out.loss.item(), norm(model), expected.item()
-
-
-def test_mixed_precision_of_fsdp(pools):
-    for dtype, loss, norm_, expected in pools(2).run(mixed_precision):
-        assert dtype == torch.bfloat16  # the policy's output_dtype
-        assert loss == pytest.approx(expected, rel=4e-3)
-        assert 0 < norm_ < 10
 
 
 def compiled(name, by_layer):
@@ -188,24 +169,6 @@ def classify(case, reduction):
 @pytest.mark.parametrize(("case", "reduction"), [("plain", "sum"), ("padded on both sides", "mean")])
 def test_models_that_classify_sequences(pools, case, reduction):
     assert max(pools(3).run(classify, case, reduction)) <= 5e-6
-
-
-def saved(folder):
-    """Save a parallelized model, load it as a stock model, and compare losses, also with a deep copy."""
-    model = hf.parallelize(model_of("llama"), timeout=30)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder)
-    dist.barrier()
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    batch = plain()
-    assert again.config.architectures == ["LlamaForCausalLM"]
-    assert again(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
-    assert copy.deepcopy(model)(**batch).loss.item() == model(**batch).loss.item()
-    return type(model).__name__
-
-
-def test_saved_as_the_stock_model(pools, tmp_path):
-    assert pools(2).run(saved, str(tmp_path)) == ["LlamaForCausalLM"] * 2
 
 
 def copied_and_switched():

@@ -81,6 +81,7 @@ def test_the_rank_and_the_layer_where_a_number_was_lost_are_named_alike_on_all_r
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{"remat": "layer", "mlp_chunks": 3}, {"engine": "tensor-sequence", "seq_len": 64}])
 def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, more):
     config = config_of(corpus, tmp_path / "run", **more)
@@ -89,6 +90,7 @@ def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, mo
     assert "the output of model.layers.1.post_attention_layernorm is the first non-finite one, on rank 1" in reported[0]
 
 
+@pytest.mark.long
 def test_a_token_without_a_target_is_found_by_its_output_too(pools, corpus, tmp_path):
     """The loss does not see it: the gradient does, by the weights that saw it."""
     config = config_of(corpus, tmp_path / "run", pack="none", seq_len=61)
@@ -123,8 +125,7 @@ def leave_out(config, *spoilt):
     return states, records
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.long
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools, corpus, tmp_path, backward):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", global_batch=2)
     for states, records in pools(2).run(leave_out, config, "model.layers.1.mlp.up_proj", [3], 0, backward):
@@ -185,6 +186,7 @@ def train_with_a_spike(config):
         Trainer.backward = backward
 
 
+@pytest.mark.long
 def test_a_spike_is_in_the_metrics_and_the_summary(pools, corpus, tmp_path):
     summary = pools(1).run(train_with_a_spike, config_of(corpus, tmp_path / "run", steps=13))[0]
     assert list(summary.spikes) == [12] and summary.spikes[12] > 5
