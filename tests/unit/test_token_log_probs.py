@@ -130,18 +130,6 @@ def test_gradients_equal_the_dense_ones(weights, name, chunk_tokens):
         assert relative(x, y) <= 1e-12
 
 
-def test_gradcheck():
-    leaves, ids = make_inputs(seqlen=5, vocabulary=6, width=3)
-    plan = make_plan(5)
-
-    def fields(hidden, weight, bias):
-        options = {"bias": bias, "factor": 1.3, "softcap": 3.0, "temperature": 0.8, "chunk_tokens": 3}
-        result = token_log_probs(hidden, weight, plan.shard_labels(ids), plan, **options)
-        return result.log_probs, result.entropy
-
-    assert torch.autograd.gradcheck(fields, leaves)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_rounds_only_at_the_end(dtype):
     weights = weights_of("both")
@@ -259,17 +247,6 @@ def test_of_equal_logits_the_label_is_one_of_the_greatest():
     ids = torch.tensor([[0, 0, 1, 2, 0]])
     result = token_log_probs(torch.ones(1, 5, 4), weight, plan.shard_labels(ids), plan, outputs=["is_top1"])
     assert result.is_top1.tolist() == [[False, True, True, False]]
-
-
-@pytest.mark.parametrize(("seqlen", "columns"), [(0, 0), (1, 0), (2, 1)])
-def test_short_sequences(seqlen, columns):
-    leaves, ids = make_inputs(torch.float32, seqlen=seqlen)
-    plan = make_plan(seqlen)
-    result = token_log_probs(*leaves[:2], plan.shard_labels(ids), plan, bias=leaves[2], outputs=ALL)
-    assert all(getattr(result, name).shape == (BATCH, columns) for name in ALL)
-    (result.log_probs.sum() + result.entropy.sum()).backward()
-    assert all(x.grad.isfinite().all() for x in leaves)
-    assert bool(leaves[1].grad.any()) == bool(columns)
 
 
 def test_without_a_label_gradients_are_zeros_and_hidden_is_not_read():
