@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from burst_attention import Mask, burst_attention, make_plan
 
-if "RANK" in os.environ:  # under torchrun; without it this process is the only rank
+if "RANK" in os.environ:  # under torchrun; else this process is the only rank
     dist.init_process_group("gloo")
 plan = make_plan(10_007, mask=Mask(causal=True, window=4096))
-q, k, v = (torch.randn(1, heads, plan.length, 64, requires_grad=True) for heads in (8, 2, 2))
-out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: this rank's rows of the exact result
+sizes = ((1, heads, plan.length, 64) for heads in (8, 2, 2))
+q, k, v = (torch.randn(size, requires_grad=True) for size in sizes)
+out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: this rank's rows
 out.sum().backward()
-print(plan, plan.bytes(batch=1, q_heads=8, kv_heads=2, head_dim=64, dtype=q.dtype))
+shape = {"batch": 1, "q_heads": 8, "kv_heads": 2, "head_dim": 64}
+print(plan, plan.bytes(**shape, dtype=q.dtype))
 if dist.is_initialized():
     dist.destroy_process_group()
