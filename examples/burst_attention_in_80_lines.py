@@ -92,8 +92,8 @@ def main():
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     dense.backward(dout)
-    truth = dense, q.grad, k.grad, v.grad
-    for name, ours, expected in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):
+    truth, names = (dense, q.grad, k.grad, v.grad), ("out", "dq", "dk", "dv")
+    for name, ours, expected in zip(names, results, truth, strict=True):
         error = (ours - expected.chunk(world, 1)[rank]).abs().max().item()
         print(f"rank {rank} of {world}: {name} differs by {error:.1e}", flush=True)
         assert error <= 1e-12
