@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import tracemalloc
+import weakref
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.tile import wanted_tiles
-from burst_attention.planner.planner import Planner
+from burst_attention.planner.planner import MOST_DERIVED, Planner
 from burst_attention.planner.traffic import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 from tests.support.schedules import make_schedule
 from tests.unit.test_plan import masks, worlds
@@ -53,17 +52,16 @@ def shares(schedule: Schedule) -> np.ndarray:
     return work / work.mean()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_take_turns_in_having_a_token_more(world: int, count: int) -> None:
+def test_ranks_take_turns_in_having_a_token_more() -> None:
     """A split document gives some ranks an extra token; these must not always be the same ranks."""
-    for length in (world * 1000 + 1, world * 1000 + world - 1):
+    for world, count, more in product((2, 3), (2, 3, 4), (1, -1)):
+        length = world * 1000 + more % world
         documents = Mask(cu_seqlens=borders([length] * count))
         lengths = Layout("balanced", length * count, world).cut_for(documents, length * count).lengths
         assert max(lengths) - min(lengths) <= 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 9), st.data())
 def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int, world: int, data) -> None:
     layout = Layout("balanced", seqlen, world).cut_for(data.draw(masks(seqlen)), seqlen)
@@ -77,42 +75,37 @@ def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int
         assert [p for s in layout.segments(rank) for p in s] == held[rank].tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 60), st.data())
 def test_what_queries_see_is_counted_as_the_mask_says(length: int, data) -> None:
-    mask = dataclasses.replace(data.draw(masks(length)), blocks=None, block=None, together=None)  # they don't count
+    mask = replace(data.draw(masks(length)), blocks=None, block=None, together=None)  # they don't count
     if mask.cu_seqlens is None:
         counts = mask.dense(length).sum(1)
         assert [seen(mask, length, n) for n in range(length + 1)] == [0, *np.cumsum(counts).tolist()]
 
 
-@pytest.mark.parametrize("world", [4, 8, 16])
-@pytest.mark.parametrize("seqlen", [1 << 12, 1 << 16, 1 << 20])
+@pytest.mark.parametrize(("world", "seqlen"), [(4, 1 << 12), (8, 1 << 16), (16, 1 << 20)])
 def test_one_long_document_and_many_short_ones(seqlen: int, world: int) -> None:
     """Half of the sequence is one document: work stays within 1.08, far better than zigzag."""
     dice = np.random.default_rng(seqlen + world)
     cuts = np.sort(dice.choice(np.arange(seqlen // 2 + 1, seqlen), min(500, seqlen // 64), replace=False))
-    for first in (True, False):
-        ends = np.r_[0, seqlen // 2, cuts, seqlen]
-        mask = Mask(cu_seqlens=ends if first else seqlen - ends[::-1])
+    ends = np.r_[0, seqlen // 2, cuts, seqlen]
+    for mask in (Mask(cu_seqlens=ends), Mask(cu_seqlens=seqlen - ends[::-1])):
         schedule = planned(mask, seqlen, world)
         assert shares(schedule).max() <= 1.08
         assert max(schedule.layout.lengths) <= most_tokens(seqlen, world)
         assert shares(planned(mask, seqlen, world, "zigzag")).max() > 1.3
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize(
-    "lengths",
-    [[64], [64, 64, 64], [100, 60, 45], [900, 60, 45, 3, 2], [512, 256, 128, 128]],
-    ids=lambda lengths: "-".join(map(str, lengths)),
+    ("world", "lengths"),
+    [(8, [64]), (2, [64, 64, 64]), (3, [100, 60, 45]), (8, [900, 60, 45, 3, 2]), (3, [512, 256, 128, 128])],
 )
 def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None:
     """There is one document of each length per rank, in any order."""
     shuffled = np.random.default_rng(7).permutation(lengths * world).tolist()
     schedule = planned(Mask(cu_seqlens=borders(shuffled)), sum(shuffled), world)
-    assert set(schedule.layout.lengths) == {sum(lengths)}
-    assert shares(schedule).max() == 1
+    assert set(schedule.layout.lengths) == {sum(lengths)} and shares(schedule).max() == 1
     i, j, _ = areas(schedule)
     assert (i == j).all(), "a document is on several ranks"
     for rank in range(world):
@@ -169,8 +162,7 @@ def test_a_document_on_all_ranks_has_room_on_each(lengths: list[int], world: int
     assert max(layout.lengths) <= most_tokens(sum(lengths), world)
 
 
-@pytest.mark.parametrize("world", [12, 32])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("world", "seed"), [(12, 0), (12, 1), (32, 2), (32, 3)])
 def test_a_long_tail_of_lengths_sends_little(world: int, seed: int) -> None:
     """Work within 1.05, tokens within 1/16; a token's key goes to 2.7 other ranks at most on average, not to all."""
     drawn = np.random.default_rng(seed).lognormal(4.8, 2.0, 7 * world)
@@ -182,24 +174,15 @@ def test_a_long_tail_of_lengths_sends_little(world: int, seed: int) -> None:
     assert max(schedule.layout.lengths) <= 1.07 * ends[-1] / world
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        *(Mask(), Mask(causal=False), Mask(causal=False, window=100)),
-        *(Mask(window=w) for w in (1, 100, 600, 1500, 3000)),
-    ],
-)
-def test_one_document_under_any_mask(mask: Mask) -> None:
-    schedule = planned(mask, 4096, 4)
-    assert shares(schedule).max() <= 1.08 and set(schedule.layout.lengths) == {1024}
-
-
-def test_a_prefix_is_balanced_too() -> None:
-    assert (
-        shares(planned(Mask(prefix=3000), 4096, 4)).max()
-        <= 1.08
-        < shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max()
-    )
+def test_one_document_under_any_mask() -> None:
+    both_ways = Mask(), Mask(causal=False), Mask(causal=False, window=100), Mask(prefix=3000)
+    for mask in (*both_ways, *(Mask(window=w) for w in (1, 100, 600, 1500, 3000))):
+        schedule = planned(mask, 4096, 4)
+        assert shares(schedule).max() <= 1.08
+        assert mask.prefix or set(schedule.layout.lengths) == {1024}
+    assert shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max() > 1.08
+    layout = planned(Mask(window=8), 4096, 4).layout
+    assert [layout.segments(rank) for rank in range(4)] == [(range(n, n + 1024),) for n in range(0, 4096, 1024)]
 
 
 def test_one_causal_document_is_cut_as_zigzag_does_it() -> None:
@@ -207,11 +190,6 @@ def test_one_causal_document_is_cut_as_zigzag_does_it() -> None:
         one, other = (planned(Mask(), seqlen, 4, name).layout for name in ("balanced", "zigzag"))
         for rank in range(4):
             assert sorted(one.positions(rank)) == sorted(other.positions(rank))
-
-
-def test_a_short_window_is_cut_into_neighbours() -> None:
-    layout = planned(Mask(window=8), 4096, 4).layout
-    assert [layout.segments(rank) for rank in range(4)] == [(range(n, n + 1024),) for n in range(0, 4096, 1024)]
 
 
 def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_again() -> None:
@@ -231,31 +209,26 @@ def test_all_layers_of_a_model_share_one_cut() -> None:
     assert Plans.by_windows(plan, [7, 50], None).one.schedule.layout.mask == Mask(window=50)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
-@pytest.mark.long
-def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
+def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str) -> None:
     base = planned(Mask(), 64, 4, layout)
     one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64).schedule
     assert base.with_mask(Mask(cu_seqlens=(0, 7, 64)), seqlen=64).schedule is one
     assert base.with_mask(Mask(cu_seqlens=(0, 7, 64))).schedule is not one
-    taken = []
-    tracemalloc.start()
-    for n in range(count):
-        derived = base.with_mask(Mask(cu_seqlens=[0, 1 + n % 31, 32 + n % 29, 64]), seqlen=64)
-        derived.program(derived.choose_circulation(SHAPE), Direction.FORWARD)
-        if n in (count // 2, count - 1):
-            del derived
-            gc.collect()
-            taken.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert taken[1] <= 1.2 * taken[0] + 50_000  # a schedule and its program are some 20 KB
+    made = []
+    for n in range(30):
+        derived = base.with_mask(Mask(cu_seqlens=[0, 1 + n, 33 + n % 29, 64]), seqlen=64)
+        program = derived.program(derived.choose_circulation(SHAPE), Direction.FORWARD)
+        made.append((weakref.ref(derived.schedule), weakref.ref(program)))
+        del derived, program
+    gc.collect()
+    assert all(sum(each() is not None for each in kind) <= MOST_DERIVED for kind in zip(*made, strict=True))
 
 
 def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
     """With many documents the planner chooses by a sample, but reported figures count all of them."""
     borders_of = borders(np.random.default_rng(1).integers(400, 600, 100).tolist())  # many rows a rank
-    for layout in ("striped", "zigzag-per-document", "balanced"):
+    for layout in ("striped", "balanced"):
         chosen = []
         for most in (1 << 30, 16):
             monkeypatch.setattr("burst_attention.planner.planner.MOST_DOCUMENTS", most)
@@ -272,9 +245,8 @@ def test_many_ranks_choose_as_fewer_would() -> None:
     assert make_schedule(1 << 20, route="auto", planner=planner, **options).route.name == "nodes"
 
 
-@settings(max_examples=150, deadline=None)
-@given(worlds(most_tokens=60, most_ranks=8), st.data())
-@pytest.mark.long
+@settings(max_examples=60, deadline=None)
+@given(worlds(most_tokens=40, most_ranks=6), st.data())
 def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
     layout, mask = world
     hosts = data.draw(st.lists(st.integers(0, 2), min_size=layout.world, max_size=layout.world))
