@@ -21,130 +21,71 @@ GIVEN = {
     "eval": "--model tiny --data text.txt --seq-len 16 --device cpu --ranks 1",
     "train": "--data text.txt --seq-len 16 --device cpu --ranks 1 --out out",
 }
-# A command, its flag, and the values that are refused; "": an empty string, (): no value at all.
-BAD = [
-    ("plan", "--seq-len", "0", "1", "-3", HUGE, "nan", "1e3", "", "1G", "K", "1.5M", "9999999M"),
-    ("plan", "--ranks", "0", HUGE),
-    ("plan", "--nodes", "0", "3", "4 --ranks 9", HUGE),
-    ("plan", "--hardware", "", "h100", "h100-hgx+token-ring", "theirs/no.toml"),
-    ("plan", "--model", "", "llama-9", "theirs", "theirs/notes.json", "text.txt"),
-    ("plan", "--layers", "0 --q-heads 4", HUGE + " --q-heads 4", "4"),
-    ("plan", "--batch", "-1"),
-    ("plan", "--q-heads", "0", "3 --kv-heads 2", "4 --model llama-3-8b"),
-    ("plan", "--kv-heads", "0", HUGE, "4", "8 --q-heads 4"),
-    ("plan", "--head-dim", "0 --q-heads 4", "64"),
-    ("plan", "--v-head-dim", "0 --q-heads 4", "-3 --q-heads 4", HUGE + " --q-heads 4", "64"),
-    ("plan", "--documents", "0", "65"),
-    ("plan", "--window", "0", "5 --no-causal --q-heads 4"),
-    ("plan", "--ulysses-degree", "0", "3", HUGE),
-    ("plan", "--remat", "some", "layer --q-heads 4"),
-    ("plan", "--mlp-chunks", "0", HUGE, "2 --q-heads 4"),
-    ("plan", "--attention-chunks", "0", HUGE, "3", "2 --q-heads 4"),
-    ("plan", "--offload", "all", "disk:", "", "host --q-heads 4"),
-    ("plan", "--link-rate", "0", "nan", "inf", "-1"),
-    ("plan", "--disk-rate", "0", "nan", "inf", "-1"),
-    ("plan", "--matmul-efficiency", "0", "1.1", "nan"),
-    ("plan", "--peak-tflops", "0", "nan", "inf", "-1"),
-    ("plan", "--device-memory", "0", "nan", "inf"),
-    ("plan", "--json", "", "theirs", "theirs/no/x.json"),
-    ("plan", "--html", "", "theirs", "theirs/no/x.html"),
-    ("plan", "--layout", "zickzack", ""),
-    ("plan", "--dtype", "fp8", "float64"),
-    ("plan", "--circulate", "by-car"),
-    ("check", "--masks", (), "causal causal", "ring"),
-    ("check", "--layouts", (), "zigzag zigzag"),
-    ("check", "--dtypes", (), "float32 float32"),
-    ("check", "--circulate", (), "query query"),
-    ("check", "--seq-len", "0", HUGE, "100000"),
-    ("check", "--ranks", "0", "-1", HUGE),
-    ("check", "--q-heads", "0", "3"),
-    ("check", "--kv-heads", "0", HUGE),
-    ("check", "--head-dim", "0", HUGE),
-    ("check", "--v-head-dim", "0", "-3", HUGE),
-    ("check", "--seed", "-1", HUGE),
-    ("check", "--timeout", "0", "nan", "inf", "1e300"),
-    ("check", "--kernel", "", "größer"),
-    ("calibrate", "--ranks", "0", "-1", HUGE),
-    ("calibrate", "--out", "", "theirs", "text.txt/rates.toml"),
-    ("calibrate", "--timeout", "0", "nan", "inf"),
-    (
-        "bench",
-        "--engines",
-        (),
-        "burst burst",
-        "",
-        "größer",
-        "burst:ulysses_degree=0",
-        "burst:cache_qkv=perhaps",
-        "ring:ulysses_degree=2",
-    ),
-    ("bench", "--seq-lens", (), "0", "64 64", HUGE),
-    ("bench", "--worlds", (), "0", "2 2", HUGE),
-    ("cluster", "--link", (), "", "nan", "none none", "-5mbit"),
-    ("cluster", "--cluster", "", "0x1", "2x" + HUGE, "2x2000"),
-    ("bench", "--rounds", "0", HUGE),
-    ("bench", "--layers", "-1", HUGE),
-    ("bench", "--heads", "0", HUGE),
-    ("bench", "--kv-heads", "0"),
-    ("bench", "--head-dim", "0", HUGE),
-    ("bench", "--vocabulary", "0", HUGE),
-    ("bench", "--out", "", "text.txt", "theirs", "/sys/out"),
-    ("eval", "--engines", (), "burst burst", "größer"),
-    ("eval", "--model", "", "theirs", "text.txt"),
-    ("eval", "--data", "", "nowhere", "\udcff"),
-    ("eval", "--tokenizer", "", "theirs"),
-    ("eval", "--seq-len", "1", HUGE),
-    ("eval", "--sequences", "0", HUGE),
-    ("eval", "--held-out", "0", "1.5", "nan", "inf"),
-    ("eval", "--ranks", "0", HUGE),
-    ("eval", "--seed", "-1", HUGE),
-    ("eval", "--timeout", "0", "nan", "inf"),
-    ("eval", "--json", "", "theirs", "text.txt", "text.txt --overwrite", "theirs/no/x.json", "/sys/x.json"),
-    ("train", "--steps", "0", HUGE),
-    ("train", "--seed", "-1", HUGE),
-    ("train", "--save-every", "0", "-3m", "soon", "0m"),
-    ("train", "--keep", "0", "-1"),
-    ("train", "--eval-every", "-1", HUGE, "5 --held-out 0"),
-    ("train", "--deadline", "-1", "0", "nan"),
-    ("train", "--step-timeout", "0", "-1", "nan", "1e300"),
-    ("train", "--profile", "0", "-1", "9 --steps 8", HUGE),
-    ("train", "--wandb", "", "\udcff"),
-    ("train", "--on-nan", "perhaps", ""),
-    ("train", "--global-batch", "0", "-1"),
-    ("train", "--resume", "theirs/no"),
-    ("train", "--out", "", "theirs", "text.txt", ".", "\udcff"),
-    ("train", "--config", "", "theirs", "text.txt"),
-    ("train", "--model", "", "theirs", "größer/größer"),
-    ("train", "--data", "", "theirs/no"),
-    ("train", "--tokenizer", "", "theirs"),
-    ("train", "--seq-len", "1", "-5", HUGE),
-    ("train", "--max-positions", "1", "15", HUGE),
-    ("train", "--lora", "0", "-1", HUGE),
-    ("train", "--mlp-chunks", "0", "-1", HUGE),
-    ("train", "--remat", "keep-attention --engine ulysses", "some"),
-    ("train", "--offload", "host", "host --remat layer", "activations --remat layer", "disk:/x", "disk:", "all", ""),
-    ("train", "--attention-chunks", "0", HUGE, "2 --engine ulysses", "2 --remat keep-attention"),
-    ("train", "--optimizer-offload", ()),
-    ("train", "--compile", "--engine tensor"),
-    ("train", "--held-out", "-1", "1", "nan"),
-    ("train", "--held-out-sequences", "0", HUGE),
-    ("train", "--ranks", "0", HUGE),
-    ("train", "--data-parallel", "0", HUGE),
-    ("train", "--ulysses-degree", "0", "-1", "3", HUGE, "3 --engine usp", "2 --engine ring"),
-    ("train", "--timeout", "0", "nan", "inf", "1e300"),
-    ("train", "--peak-tflops", "0", "-1", "nan", "inf"),
-    ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
-    ("train", "--min-lr", "-1", "2", "nan"),
-    ("train", "--warmup", "-1", HUGE),
-    ("train", "--decay-steps", "0", "-1", HUGE),
-    ("train", "--weight-decay", "-1", "nan", "inf"),
-    ("train", "--beta1", "1", "-1", "nan"),
-    ("train", "--beta2", "1", "nan"),
-    ("train", "--eps", "0", "inf", "nan"),
-    ("train", "--clip", "-1", "nan", "inf"),
-    ("train", "--batch", "0", HUGE),
-    ("train", "--accumulate", "0", HUGE),
-]
+# Of each command, flags and the values that are refused; '': an empty string, -: no value at all.
+TABLE = {
+    "plan": """
+        seq-len: 0 | 1 | -3 | HUGE | nan | 1e3 | '' | 1G | K | 1.5M | 9999999M ; ranks: 0 | HUGE
+        nodes: 0 | 3 | 4 --ranks 9 | HUGE ; hardware: '' | h100 | h100-hgx+token-ring | theirs/no.toml
+        model: '' | llama-9 | theirs | theirs/notes.json | text.txt ; layers: 0 --q-heads 4 | HUGE --q-heads 4 | 4
+        batch: -1 ; q-heads: 0 | 3 --kv-heads 2 | 4 --model llama-3-8b ; kv-heads: 0 | HUGE | 4 | 8 --q-heads 4
+        head-dim: 0 --q-heads 4 | 64 ; v-head-dim: 0 --q-heads 4 | -3 --q-heads 4 | HUGE --q-heads 4 | 64
+        documents: 0 | 65 ; window: 0 | 5 --no-causal --q-heads 4 ; ulysses-degree: 0 | 3 | HUGE
+        remat: some | layer --q-heads 4 ; mlp-chunks: 0 | HUGE | 2 --q-heads 4
+        attention-chunks: 0 | HUGE | 3 | 2 --q-heads 4 ; offload: all | disk: | '' | host --q-heads 4
+        link-rate: 0 | nan | inf | -1 ; disk-rate: 0 | nan | inf | -1 ; matmul-efficiency: 0 | 1.1 | nan
+        peak-tflops: 0 | nan | inf | -1 ; device-memory: 0 | nan | inf ; json: '' | theirs | theirs/no/x.json
+        html: '' | theirs | theirs/no/x.html ; layout: zickzack | '' ; dtype: fp8 | float64 ; circulate: by-car
+    """,
+    "check": """
+        masks: - | causal causal | ring ; layouts: - | zigzag zigzag ; dtypes: - | float32 float32
+        circulate: - | query query ; seq-len: 0 | HUGE | 100000 ; ranks: 0 | -1 | HUGE ; q-heads: 0 | 3
+        kv-heads: 0 | HUGE ; head-dim: 0 | HUGE ; v-head-dim: 0 | -3 | HUGE ; seed: -1 | HUGE
+        timeout: 0 | nan | inf | 1e300 ; kernel: '' | größer
+    """,
+    "calibrate": """
+        ranks: 0 | -1 | HUGE ; out: '' | theirs | text.txt/rates.toml ; timeout: 0 | nan | inf
+    """,
+    "bench": """
+        engines: - | burst burst | '' | größer
+        engines: burst:ulysses_degree=0 | burst:cache_qkv=perhaps | ring:ulysses_degree=2
+        seq-lens: - | 0 | 64 64 | HUGE ; worlds: - | 0 | 2 2 | HUGE ; rounds: 0 | HUGE ; layers: -1 | HUGE
+        heads: 0 | HUGE ; kv-heads: 0 ; head-dim: 0 | HUGE ; vocabulary: 0 | HUGE
+        out: '' | text.txt | theirs | /sys/out
+    """,
+    "cluster": """
+        link: - | '' | nan | none none | -5mbit ; cluster: '' | 0x1 | 2xHUGE | 2x2000
+    """,
+    "eval": """
+        engines: - | burst burst | größer ; model: '' | theirs | text.txt ; data: '' | nowhere | SURROGATE
+        tokenizer: '' | theirs ; seq-len: 1 | HUGE ; sequences: 0 | HUGE ; held-out: 0 | 1.5 | nan | inf
+        ranks: 0 | HUGE ; seed: -1 | HUGE ; timeout: 0 | nan | inf
+        json: '' | theirs | text.txt | text.txt --overwrite | theirs/no/x.json | /sys/x.json
+    """,
+    "train": """
+        steps: 0 | HUGE ; seed: -1 | HUGE ; save-every: 0 | -3m | soon | 0m ; keep: 0 | -1
+        eval-every: -1 | HUGE | 5 --held-out 0 ; deadline: -1 | 0 | nan ; step-timeout: 0 | -1 | nan | 1e300
+        profile: 0 | -1 | 9 --steps 8 | HUGE ; wandb: '' | SURROGATE ; on-nan: perhaps | '' ; global-batch: 0 | -1
+        resume: theirs/no ; out: '' | theirs | text.txt | . | SURROGATE ; config: '' | theirs | text.txt
+        model: '' | theirs | größer/größer ; data: '' | theirs/no ; tokenizer: '' | theirs ; seq-len: 1 | -5 | HUGE
+        max-positions: 1 | 15 | HUGE ; lora: 0 | -1 | HUGE ; mlp-chunks: 0 | -1 | HUGE
+        remat: keep-attention --engine ulysses | some
+        offload: host | host --remat layer | activations --remat layer | disk:/x | disk: | all | ''
+        attention-chunks: 0 | HUGE | 2 --engine ulysses | 2 --remat keep-attention ; optimizer-offload: -
+        compile: --engine tensor ; held-out: -1 | 1 | nan ; held-out-sequences: 0 | HUGE ; ranks: 0 | HUGE
+        data-parallel: 0 | HUGE ; ulysses-degree: 0 | -1 | 3 | HUGE | 3 --engine usp | 2 --engine ring
+        timeout: 0 | nan | inf | 1e300 ; peak-tflops: 0 | -1 | nan | inf ; lr: 0 | -1 | nan | inf | 1e-400
+        min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | -1 | HUGE ; weight-decay: -1 | nan | inf
+        beta1: 1 | -1 | nan ; beta2: 1 | nan ; eps: 0 | inf | nan ; clip: -1 | nan | inf ; batch: 0 | HUGE
+        accumulate: 0 | HUGE
+    """,
+}
+WORDS = {"''": [""], "-": []}
+
+
+def bad(command: str) -> list[tuple[str, list[str]]]:
+    """Return flags with the values of each."""
+    rows = [row.split(": ", 1) for line in TABLE[command].strip().splitlines() for row in line.strip().split(" ; ")]
+    return [("--" + flag, values.split(" | ")) for flag, values in rows]
 
 
 @pytest.fixture
@@ -171,30 +112,30 @@ def outcome(arguments):
         return stopped.code
 
 
-@pytest.mark.parametrize(("command", "flag", "values"), [(row[0], row[1], row[2:]) for row in BAD])
-def test_values_that_can_not_be(folder, capsys, command, flag, values):
-    for value in values:
-        words = [] if value == () else [""] if value == "" else value.split()
-        assert outcome([command, *GIVEN[command].split(), flag, *words]) == 2, value
-        reported = capsys.readouterr()
-        assert flag in reported.err + reported.out, (value, reported)
-        assert "Traceback" not in reported.err
-        if reported.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
-            assert reported.err.count("\n") == 1, reported.err
-        left = {path.name for path in folder.iterdir()}
-        assert left == {"text.txt", "theirs"}, value
+@pytest.mark.parametrize("command", TABLE)
+def test_values_that_can_not_be(folder, capsys, command):
+    for flag, values in bad(command):
+        for value in values:
+            words = WORDS.get(value) if value in WORDS else value.replace("HUGE", HUGE).split()
+            words = [word.replace("SURROGATE", "\udcff") for word in words]
+            assert outcome([command, *GIVEN[command].split(), flag, *words]) == 2, (flag, value)
+            reported = capsys.readouterr()
+            assert flag in reported.err + reported.out, (flag, value, reported)
+            assert "Traceback" not in reported.err
+            if reported.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
+                assert reported.err.count("\n") == 1, reported.err
+            assert {path.name for path in folder.iterdir()} == {"text.txt", "theirs"}, (flag, value)
 
 
 def test_every_flag_that_takes_a_value_is_tried(capsys):
-    named = {"timeline", "calibrate", "overwrite", "causal", "ignore-memory", "compile"}  # yes or no
-    named |= {"optimizer-offload"}
-    named |= {"help", "nproc-per-node"}
+    named = {"timeline", "calibrate", "overwrite", "causal", "ignore-memory", "compile", "optimizer-offload"}
+    named |= {"help", "nproc-per-node"}  # those before: yes or no
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "circulate"}  # one of a list, by the parser
     choices |= {"save-dtype", "optimizer", "schedule", "packing"}
     for command in GIVEN:
         outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
         flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
-        tried = {row[1] for row in BAD if row[0] == command or (command, row[0]) == ("cluster", "bench")}
+        tried = {flag for name in {command, "bench" if command == "cluster" else command} for flag, _ in bad(name)}
         missing = {flag[2:].removeprefix("no-") for flag in flags - tried} - named - choices
         assert len(flags) > 5
         assert not missing, (command, missing)
