@@ -6,10 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from burst_attention.inference import ShardedCache, shard_weights
-from burst_attention.integrations import hf
+from burst_attention.inference import ShardedCache
 from tests.distributed.test_generate import at_all_worlds, padded, tokens_at_once
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
@@ -167,18 +165,3 @@ def test_every_rank_refuses_a_mechanism_without_a_cache():
 
     said = over_ranks("minimax", 2, use)
     assert all("(MiniMaxLightningAttention, lightning) has a state that no cache over ranks holds" in x for x in said)
-
-
-def with_sharded_weights():
-    model = hf.parallelize(copy.deepcopy(model_of("qwen3_5")), timeout=20)
-    shard_weights(model, init_device_mesh("cpu", (2,)))
-    out = generate(model, ShardedCache(model.config, timeout=20), ids_of(100), max_new_tokens=NEW)
-    return out.sequences, torch.stack(out.logits)
-
-
-@pytest.mark.long
-def test_sharded_weights_give_the_same_tokens(pools):
-    expected = alone("qwen3_5", ids_of(100), max_new_tokens=NEW)
-    for sequences, logits in pools(2).run(with_sharded_weights):
-        assert torch.equal(sequences, expected.sequences)
-        assert (logits - torch.stack(expected.logits)).abs().max() <= 1e-5

@@ -54,20 +54,30 @@ def assert_close(ours, theirs, bound=1e-6):
         assert (x - y).norm() <= bound * y.norm()
 
 
-@pytest.fixture
+def logits_of(model, shard, plan=None, **options):
+    given = {"plan": plan} if plan is not None else {}
+    return model(**shard, **given, use_cache=False, **options).logits
+
+
+@pytest.fixture(scope="module")
 def llama():
     return make_model("llama")
 
 
 @pytest.mark.parametrize(
-    ("name", "cu_seqlens"), [*((name, DOCUMENTS) for name in MODELS), ("llama", None), ("gemma3", None)]
+    ("name", "cu_seqlens", "changes"),
+    [
+        *((name, DOCUMENTS, {}) for name in MODELS),
+        ("llama", None, {}),
+        ("gemma3", None, {"query_pre_attn_scalar": 3}),  # the scale is the model's
+        ("mistral", None, {"sliding_window": None}),
+    ],
 )
-def test_equals_transformers(name, cu_seqlens):
-    plan = make_plans(name, cu_seqlens=cu_seqlens)
+def test_equals_transformers(name, cu_seqlens, changes):
+    plan = make_plan(SEQLEN) if "sliding_window" in changes else make_plans(name, cu_seqlens=cu_seqlens)
     shard = hf.shard_batch(make_batch(), plan)
-    ours = forward_and_gradients(make_model(name), shard, plan=plan)
-    theirs = forward_and_gradients(make_model(name, "sdpa"), shard)
-    assert_close(ours, theirs)
+    ours = forward_and_gradients(make_model(name, **changes), shard, plan=plan)
+    assert_close(ours, forward_and_gradients(make_model(name, "sdpa", **changes), shard))
 
 
 @pytest.mark.parametrize(("name", "reentrant"), [("llama", True), ("gemma3", False)])
@@ -81,31 +91,6 @@ def test_gradient_checkpointing(name, reentrant):
     assert_close(forward_and_gradients(model, shard, plan=plan), expected, bound=1e-12)
 
 
-def test_global_positions_of_packed_documents_are_right_too(llama):
-    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
-    shard = hf.shard_batch(make_batch(), plan)
-    restarting = llama(**shard, plan=plan, use_cache=False).logits
-    shard["position_ids"] = plan.positions[None]
-    assert (llama(**shard, plan=plan, use_cache=False).logits - restarting).abs().max() <= 1e-5
-
-
-def test_an_unread_cache_and_a_mask_of_ones_are_fine(llama):
-    plan = make_plan(SEQLEN)
-    shard = hf.shard_batch(make_batch() | {"attention_mask": torch.ones(2, SEQLEN)}, plan)
-    assert set(shard) == {"input_ids", "position_ids", "shift_labels"}
-    expected = llama(**shard, plan=plan, use_cache=False).logits
-    out = llama(**shard, attention_mask=torch.ones(2, SEQLEN), plan=plan, use_cache=True, output_hidden_states=True)
-    assert torch.equal(out.logits, expected)
-
-
-def test_scaling_is_the_models():
-    plan = make_plans("gemma3")
-    shard = hf.shard_batch(make_batch(), plan)
-    changes = {"query_pre_attn_scalar": 3}
-    ours = forward_and_gradients(make_model("gemma3", **changes), shard, plan=plan)
-    assert_close(ours, forward_and_gradients(make_model("gemma3", "sdpa", **changes), shard))
-
-
 def test_autocast_equals_sdpa_under_autocast():
     plan = make_plan(SEQLEN)
     shard = hf.shard_batch(make_batch(), plan)
@@ -117,30 +102,37 @@ def test_autocast_equals_sdpa_under_autocast():
         assert (ours[1][name] - gradient).norm() <= 1.5 * (theirs[1][name] - gradient).norm()
 
 
+def test_arguments_that_change_nothing(llama):
+    """Global positions of packed documents, a cache that nobody reads, and a mask of ones."""
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    shard = hf.shard_batch(make_batch() | {"attention_mask": torch.ones(2, SEQLEN)}, plan)
+    assert set(shard) == {"input_ids", "position_ids", "shift_labels"}
+    expected = logits_of(llama, shard, plan)
+    again = logits_of(llama, shard | {"position_ids": plan.positions[None]}, plan)
+    assert (again - expected).abs().max() <= 1e-5
+    more = {"attention_mask": torch.ones(2, SEQLEN), "use_cache": True, "output_hidden_states": True}
+    assert torch.equal(llama(**shard, **more, plan=plan).logits, expected)
+
+
 def test_a_window_that_no_query_looks_past_has_no_effect():
     model = make_model("mistral", sliding_window=18)
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
     shard = hf.shard_batch(make_batch(), plan)
-    expected = make_model("mistral", "sdpa", sliding_window=None)(**shard, use_cache=False).logits
-    assert (model(**shard, plan=plan, use_cache=False).logits - expected).abs().max() <= 1e-6
-    assert (model(**shard, plan={None: plan}, use_cache=False).logits - expected).abs().max() <= 1e-6
+    expected = logits_of(make_model("mistral", "sdpa", sliding_window=None), shard)
+    for each in (plan, {None: plan}):
+        assert (logits_of(model, shard, each) - expected).abs().max() <= 1e-6
 
 
-def test_a_layer_without_windows_takes_the_plans(llama):
+def test_a_layer_without_windows_takes_the_plans_and_need_not_be_causal(llama):
     plan = make_plan(SEQLEN, mask=Mask(window=WINDOW))
     shard = hf.shard_batch(make_batch(), plan)
     seen = plan.positions[:, None] - plan.positions[None]
     seen = ((seen >= 0) & (seen < WINDOW))[None, None]
-    expected = make_model("llama", "sdpa")(**shard, attention_mask=seen, use_cache=False).logits
-    assert (llama(**shard, plan=plan, use_cache=False).logits - expected).abs().max() <= 1e-6
-
-
-def test_not_causal():
-    plan = make_plan(SEQLEN, mask=Mask(causal=False))
-    shard = hf.shard_batch(make_batch(), plan)
-    ours = make_model("llama", is_causal=False)(**shard, plan=plan, use_cache=False).logits
-    theirs = make_model("llama", "sdpa", is_causal=False)(**shard, use_cache=False).logits
-    assert (ours - theirs).abs().max() <= 1e-6
+    expected = logits_of(make_model("llama", "sdpa"), shard, attention_mask=seen)
+    assert (logits_of(llama, shard, plan) - expected).abs().max() <= 1e-6
+    both = make_plan(SEQLEN, mask=Mask(causal=False))
+    expected = logits_of(make_model("llama", "sdpa", is_causal=False), shard)
+    assert (logits_of(make_model("llama", is_causal=False), shard, both) - expected).abs().max() <= 1e-6
 
 
 def test_register_twice_keeps_the_first_and_takes_no_other_name(monkeypatch):
@@ -228,16 +220,15 @@ def test_shard_batch_gives_the_plans_tokens():
 
 
 def test_inference_mode_compares_positions_in_every_call(llama):
-    plan = make_plan(SEQLEN)
-    batch = make_batch()
-    expected = llama(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits
+    plan, batch = make_plan(SEQLEN), make_batch()
+    expected = logits_of(llama, hf.shard_batch(batch, plan), plan)
     with torch.inference_mode():
         shard = hf.shard_batch({"input_ids": batch["input_ids"].clone()}, plan)
         assert shard["position_ids"].is_inference()
         for _ in range(2):
-            assert torch.equal(llama(**shard, plan=plan, use_cache=False).logits, expected)
+            assert torch.equal(logits_of(llama, shard, plan), expected)
         shard["position_ids"][:, 3] += 1  # an inference tensor does not record this write
         with pytest.raises(ValueError, match="position_ids differ from"):
-            llama(**shard, plan=plan, use_cache=False)
+            logits_of(llama, shard, plan)
     # A plan that was used in inference mode still works for training.
-    llama(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.sum().backward()
+    logits_of(llama, hf.shard_batch(batch, plan), plan).sum().backward()
