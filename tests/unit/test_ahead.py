@@ -25,9 +25,7 @@ def same(x, y):
     return np.array_equal(x.tokens, y.tokens) and x.cu_seqlens == y.cu_seqlens
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("taken", [1, 7, 400])
-@pytest.mark.long
+@pytest.mark.parametrize(("packed", "taken"), [(True, 1), (False, 7), (True, 200)])
 def test_sequences_and_places_are_those_of_the_stream(tmp_path, packed, taken):
     reader = reader_of(tmp_path, packed)
     plain, ahead = reader.training(), ReadAhead(reader.training(), 5)

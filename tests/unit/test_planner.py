@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import statistics
-import time
 from collections import OrderedDict
 from dataclasses import fields, replace
 from itertools import product
@@ -23,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
-from burst_attention.attention.hardware import resolve_nodes, resolve_rates
+from burst_attention.attention.hardware import resolve_rates
 from burst_attention.attention.renamed import OF_PLAN
 from burst_attention.kernels.pieces import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
@@ -86,7 +85,7 @@ def test_where_exchange_is_hidden_anyway_the_fewest_launches_decide() -> None:
     assert chosen.candidate.groups.query == 4 and found[0] in near  # whole heads are within the same margin
 
 
-@pytest.mark.parametrize("mbit", [50, 200, 1000])
+@pytest.mark.parametrize("mbit", [50, 1000])
 def test_one_key_value_head_is_not_worth_cutting_query_heads(mbit: float) -> None:
     planned = schedule(replace(link(mbit), overhead=CPU.overhead), known=shape(1))
     assert planned.choose_call(shape(1)).candidate.groups == WHOLE
@@ -97,7 +96,7 @@ def test_without_heads_a_layout_is_balanced() -> None:
     assert make_plan(64).layout == "zigzag"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([1, 2, 4, 6]),
     st.sampled_from([1, 2, 8]),
@@ -131,9 +130,10 @@ def test_a_bound_is_one(mbit: float) -> None:
             assert max(one.computing(), moving) <= one.run().seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("guessed", [False, True])
-@pytest.mark.parametrize("world", [1, 4, 6, 40])
-@pytest.mark.parametrize("mbit", [50, 50_000])
+@pytest.mark.parametrize(
+    ("world", "mbit", "guessed"),
+    [(1, 50, False), (4, 50_000, False), (4, 50, True), (6, 50, False), (40, 50_000, True)],
+)
 def test_ranks_that_share_the_simulations_predict_the_same(
     world: int, mbit: float, guessed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,14 +222,14 @@ def long_tailed(seqlen: int, draw: int) -> Mask:
 
 def test_documents_become_at_most_three_kinds() -> None:
     seqlen, found = 1 << 17, set[tuple[int, ...]]()
-    for draw in range(200):
+    for draw in range(100):
         layout, mask = representative(Layout("zigzag", seqlen, 16), long_tailed(seqlen, draw))
         borders = mask.cu_seqlens or (0, seqlen)
         assert (borders[0], borders[-1], layout.seqlen) == (0, seqlen, seqlen)
         lengths = sorted(np.diff(borders))
         assert lengths[0] > 0 and 1 + sum(b > a + 1 for a, b in itertools.pairwise(lengths)) <= 3
         found.add(borders)
-    assert len(found) <= 60  # calls of 200 steps share as many choices
+    assert len(found) <= 40  # calls of 100 steps share as many choices
     for count in (1, 2, 4, 32):
         equal = Mask(cu_seqlens=[n * seqlen // count for n in range(count + 1)])
         assert representative(Layout("zigzag", seqlen, 16), equal)[1].cu_seqlens == (
@@ -245,6 +245,7 @@ def test_documents_become_at_most_three_kinds() -> None:
     assert representative(Layout("zigzag", 0, 16), nothing)[1].cu_seqlens is None
 
 
+@pytest.mark.long
 def test_a_choice_for_few_kinds_of_documents_suits_the_documents() -> None:
     """Equal documents of the same work lose 1.3 to 1.6 times in half of these cases."""
     call, lost = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=2, partial=2, accumulate=4), []
@@ -271,14 +272,6 @@ def test_a_choice_does_not_depend_on_the_batch() -> None:
     """A compiler may not know the batch size, and a plan's bytes must belong to the same choice."""
     planned = schedule(link(200))
     assert planned.choose_call(shape(batch=16)).candidate == planned.choose_call(shape()).candidate
-
-
-def test_choosing_is_quick_for_many_ranks() -> None:
-    for world, limit in ((8, 1.0), (256, 20.0)):  # 0.04 and 0.9 s of a busy core
-        planned = schedule(preset("a100-pcie+ethernet-25g"), world=world, seqlen=4096 * world, layout="zigzag")
-        started = time.process_time()
-        planned.choose_call(shape(8, 32))
-        assert time.process_time() - started < limit
 
 
 @pytest.mark.parametrize("degree", ["auto", 4])
@@ -316,10 +309,15 @@ def test_visits_and_launches_are_about_those_that_run() -> None:
             assert 0.4 * max(tiles) <= reported.launches <= 2.5 * max(tiles)
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(
-    ("world", "count", "layout", "chunks"),
-    [(4, 4, "contiguous", 1), (4, 4, "zigzag", 2), (4, 4, "zigzag-by-halves", 4), (8, 4, "zigzag-by-halves", 4)],
+    ("world", "count", "layout", "chunks", "keep"),
+    [
+        (4, 4, "contiguous", 1, True),
+        (4, 4, "zigzag", 2, False),
+        (4, 4, "zigzag-by-halves", 4, True),
+        (8, 4, "zigzag-by-halves", 4, True),
+        (8, 4, "zigzag-by-halves", 4, False),
+    ],
 )
 def test_launches_of_chunks_are_those_that_run(world: int, count: int, layout: str, chunks: int, keep: bool) -> None:
     groups = Groups(count, count, keep, chunks)
@@ -330,22 +328,13 @@ def test_launches_of_chunks_are_those_that_run(world: int, count: int, layout: s
         assert reported.launches == max(sum(len([*split_into_pieces(tiles)]) for tiles in mine) for mine in visits)
 
 
-def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:
-    """Return seconds of messages (step, source, target, MB) that overlap ``work``, without the call's overhead.
-
-    ``work`` is given by rank and step.
-    """
-    columns = (np.array(column) for column in zip(*messages, strict=True))
-    step, source, target, size = columns
+def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]]) -> float:
+    """Return seconds of messages (step, source, target, MB) that overlap ``work`` [rank][step], without overheads."""
+    step, source, target, size = (np.array(column) for column in zip(*messages, strict=True))
     parts = Messages.of([(step, source, target, size * 10**6, SHARD)])
-    table = np.array(work)
-    clean = replace(
-        rates,
-        across=Link(latency=0.0, bytes_per_second=1e6),
-        overhead=replace(rates.overhead, call=0.0, at_once=0.0),
-    )
-    wire = Wire(clean, np.arange(len(work)))
-    return timed(parts, Computing(table, table, table), wire).seconds
+    table, overhead = np.array(work), replace(CPU.overhead, call=0.0, at_once=0.0)
+    clean = replace(CPU, across=Link(latency=0.0, bytes_per_second=1e6), overhead=overhead)
+    return timed(parts, Computing(table, table, table), Wire(clean, np.arange(len(work)))).seconds
 
 
 def test_an_exchange_is_hidden_behind_what_is_computed_meanwhile() -> None:
@@ -437,27 +426,20 @@ def test_explained_bytes_are_those_that_are_sent() -> None:
 
 
 def test_a_route_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are_known() -> None:
-    nodes, call = (0, 0, 0, 0, 1, 1, 1, 1), shape(1)
     slow = replace(CPU, across=Link(latency=0.0, bytes_per_second=1e6, shared=True))
-    options = {
-        "mask": Mask(causal=False),
-        "layout": "contiguous",
-        "route": "auto",
-        "rank": 0,
-        "world": 8,
-        "ulysses_degree": "auto",
-    }
-    assert make_schedule(4096, **options, planner=Planner(slow, nodes, call)).route.name == "nodes"
-    assert make_schedule(4096, **options, planner=Planner(slow, nodes)).route.name == "direct"
+    options = {"mask": Mask(causal=False), "layout": "contiguous", "route": "auto", "world": 8}
+    for known, route in ((shape(1), "nodes"), (None, "direct")):
+        planner = Planner(slow, (0, 0, 0, 0, 1, 1, 1, 1), known)
+        assert make_schedule(4096, **options, ulysses_degree="auto", planner=planner).route.name == route
 
 
-@pytest.mark.parametrize("name", [*NODES, *(f"h200-hgx+{network}" for network in NETWORKS)])
-def test_presets_tell_where_they_come_from(name: str) -> None:
-    rates = preset(name)
-    assert rates.name.startswith(name)
-    assert ("measured" in rates.source) == (name == "cpu")
-    assert "estimated" in rates.source  # a network at least
-    assert Rates.from_dict(rates.as_dict()) == rates
+def test_presets_tell_where_they_come_from() -> None:
+    for name in (*NODES, *(f"h200-hgx+{network}" for network in NETWORKS)):
+        rates = preset(name)
+        assert rates.name.startswith(name)
+        assert ("measured" in rates.source) == (name == "cpu")
+        assert "estimated" in rates.source  # a network at least
+        assert Rates.from_dict(rates.as_dict()) == rates
 
 
 def test_a_device_has_a_usual_preset() -> None:
@@ -512,17 +494,6 @@ def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, reported:
         ({"call": {"q_heads": 8, "head_dim": 64, "dtype": torch.int32}}, TypeError, "int32"),
         ({"strategy": {"ulysses_degree": "half"}}, ValueError, "ulysses_degree='half'"),
         ({"call": {"remat": "all"}}, ValueError, "remat='all'"),
-    ],
-)
-def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], reported: str) -> None:
-    kinds = {"strategy": Strategy, "call": CallShape, "hardware": Hardware}
-    with pytest.raises(error, match=reported):
-        make_plan(64, **{name: kinds[name](**values) for name, values in options.items()})
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "reported"),
-    [
         ({"strategy": "burst"}, ValueError, "strategy='burst' is unknown; choose one of auto, burst-attention"),
         ({"strategy": "usp"}, ValueError, "usp:U"),
         ({"strategy": "usp:0"}, ValueError, "strategy='usp:0' is unknown"),
@@ -532,11 +503,10 @@ def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type
         *(({old: 1}, TypeError, rf"make_plan\({old}=\.\.\.\) is now {new[:8]}") for old, new in OF_PLAN.items()),
     ],
 )
-def test_what_make_plan_does_not_take_is_refused(
-    options: dict[str, Any], error: type[Exception], reported: str
-) -> None:
+def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], reported: str) -> None:
+    kinds = {"strategy": Strategy, "call": CallShape, "hardware": Hardware}
     with pytest.raises(error, match=reported):
-        make_plan(64, **options)
+        make_plan(64, **{name: kinds[name](**x) if isinstance(x, dict) else x for name, x in options.items()})
 
 
 @pytest.mark.parametrize("name", [*NAMED, "usp:2"])
@@ -549,15 +519,6 @@ def test_each_published_scheme_is_a_strategy_that_is_kept(name: str) -> None:
         asked = getattr(strategy.over(world), field.name)
         assert asked == "auto" or getattr(chosen, field.name) == asked
     assert eval(repr(strategy), {"Strategy": Strategy}) == strategy
-
-
-def test_nodes_are_given_by_a_list() -> None:
-    assert resolve_nodes([3, 3, 5], None, 3) == [3, 3, 5]
-    assert resolve_nodes(None, None, 3) is None
-
-
-def test_a_prediction_that_is_a_bound_says_so() -> None:
-    assert Prediction(Candidate(WHOLE, "query"), 2.0).seconds == 2.0
 
 
 def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
@@ -599,14 +560,7 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
     found = {}
     for remat in ("none", "layer", "keep-attention"):
         planner = Planner(link(200), tuple(range(4)), shape(), remat=remat)  # type: ignore[arg-type]
-        options = {
-            "mask": Mask(),
-            "layout": "zigzag",
-            "route": "direct",
-            "rank": 0,
-            "world": 4,
-            "ulysses_degree": "auto",
-        }
+        options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "world": 4, "ulysses_degree": "auto"}
         planned = make_schedule(4096, **options, planner=planner)
         best = planned.choose_call(shape())
         assert best.forward and best.backward
@@ -628,12 +582,10 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
 
 def test_chunks_of_heads_hide_the_first_and_last_exchange_of_each_other() -> None:
     """Then heads are split over all ranks in one exchange, at rates for which the sequence is chunked otherwise."""
-    chunk, options = (
-        shape(4, 4),
-        {"world": 4, "ulysses_degree": "auto", "route": "direct", "layout": "zigzag", "mask": Mask()},
-    )
+    chunk = shape(4, 4)
+    options = {"world": 4, "ulysses_degree": "auto", "route": "direct", "layout": "zigzag", "mask": Mask()}
     alone, several = (
-        make_schedule(4096, rank=0, planner=Planner(link(200), tuple(range(4)), chunk, calls=calls), **options)
+        make_schedule(4096, planner=Planner(link(200), tuple(range(4)), chunk, calls=calls), **options)
         for calls in (1, 4)
     )
     assert alone.choose_call(chunk).candidate.groups.chunks == 2
@@ -647,8 +599,9 @@ def test_chunks_of_heads_hide_the_first_and_last_exchange_of_each_other() -> Non
         assert one.seconds < 0.7 * other.seconds
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 3, 5])
-@pytest.mark.parametrize("options", [{}, {"ulysses_degree": 2, "cache_qkv": True}])
+@pytest.mark.parametrize(
+    ("seqlen", "options"), [(1, {}), (3, {}), *((n, {"ulysses_degree": 2, "cache_qkv": True}) for n in (2, 5))]
+)
 def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str, Any]) -> None:
     """What ranks keep has to be asked of all alike, be there a token in their slice or none."""
     q, k = (torch.randn(1, n, seqlen, 16, dtype=torch.float64) for n in (8, 2))
@@ -674,8 +627,7 @@ def test_a_plan_is_made_for_what_it_recomputes() -> None:
     assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("layout", "count"), [("zigzag", 1), ("contiguous", 2), ("zigzag", 4), ("contiguous", 8)])
 def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -> None:
     """This holds however far one rank is ahead of another."""
     planned = schedule(link(1e5), world=8, seqlen=8192, layout=layout)
