@@ -286,31 +286,18 @@ def test_a_switched_layer_or_model_is_refused():
 
 
 def losses_of(models, plan, *, cut_ahead=False, loss=next_token_loss, copied=(), moved=()):
-    """Run each model on a batch, then the loss; ``copied``, ``moved``: models whose labels, positions are copies.
-
-    With ``cut_ahead``, all batches are cut first, and all losses come last.
-    """
+    """Run each model on a batch, then the loss; ``copied``, ``moved``: models whose labels, positions are copies."""
 
     def cut(n):
         return hf.shard_batch({name: x.roll(n, 1) for name, x in make_batch().items()}, plan)
 
-    def run(n, shard):
+    shards = [cut(n) for n in range(len(models))] if cut_ahead else map(cut, range(len(models)))
+    for n, (model, shard) in enumerate(zip(models, shards, strict=True)):
         positions = shard["position_ids"].clone() if n in moved else shard["position_ids"]
-        return models[n].model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
-
-    def finish(n, hidden, shard):
+        hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
         labels = shard["shift_labels"].clone() if n in copied else shard["shift_labels"]
         for _ in range(2):
-            loss(hidden, models[n].lm_head.weight, labels, plan)
-
-    if cut_ahead:
-        shards = [cut(n) for n in range(len(models))]
-        for n, hidden in enumerate([run(n, shard) for n, shard in enumerate(shards)]):
-            finish(n, hidden, shards[n])
-    else:
-        for n in range(len(models)):
-            shard = cut(n)
-            finish(n, run(n, shard), shard)
+            loss(hidden, model.lm_head.weight, labels, plan)
 
 
 @pytest.mark.parametrize(
