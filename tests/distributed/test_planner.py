@@ -8,9 +8,11 @@ import re
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ CALL = CallShape(**SIZES)
 
 def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
     def plan(group: Any) -> tuple[str, str]:
-        rates = SLOW if dist_rank(group) == 0 else preset("h200-hgx")
+        rates = SLOW if group.rank() == 0 else preset("h200-hgx")
         plan = make_plan(256, group=group, hardware=Hardware(rates=rates, nodes=[0, 1, 2, 3]), call=CALL)
         return plan.explain(batch=2, **SIZES), plan.layout
 
@@ -95,7 +97,7 @@ def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch, w
     monkeypatch.setattr(owner, name, fails)
 
     def plan(group: Any) -> str:
-        failing.here = dist_rank(group) == 2
+        failing.here = group.rank() == 2
         with pytest.raises((PeerError, MemoryError)) as caught:
             make_plan(4096, group=group, hardware=Hardware(rates=SLOW, nodes=[0, 1, 2, 3]), call=CALL)
         return f"{caught.type.__name__}: {caught.value}"
@@ -117,15 +119,11 @@ def test_ranks_that_choose_differently_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planner_module, "least_regret", chosen)
 
     def plan(group: Any) -> Plan:
-        other.here = dist_rank(group) == 1
+        other.here = group.rank() == 1
         return make_plan(4096, mask=mask, group=group, hardware=Hardware(rates=SLOW, nodes=[0, 1, 2, 3]), call=CALL)
 
     with local_world(4) as ranks, pytest.raises(WorkerError, match="layout: rank 1 has zigzag, ranks 0, 2, 3 have"):
         ranks.run(plan)
-
-
-def dist_rank(group: Any) -> int:
-    return group.rank()
 
 
 def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
@@ -134,7 +132,7 @@ def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def guessed(group: Any, rates: str | None) -> bool:
-        own = rates if dist_rank(group) == 0 else "h200-hgx"
+        own = rates if group.rank() == 0 else "h200-hgx"
         return make_plan(256, group=group, hardware=Hardware(rates=own)).planner.guessed
 
     with local_world(2) as ranks:
@@ -163,9 +161,8 @@ def test_the_first_plan_over_several_nodes_measures_their_links_once(monkeypatch
     assert own == here == (preset("cpu"), True)  # threads share no link; "preset" measures nothing
     assert "kernels and links inside of a node and across nodes measured by make_plan in " in first.source
     assert first.across != preset("cpu").across
-    assert math.log2(first.across.bytes_per_second) * 3 == pytest.approx(
-        round(math.log2(first.across.bytes_per_second) * 3)
-    )
+    thirds = math.log2(first.across.bytes_per_second) * 3
+    assert thirds == pytest.approx(round(thirds))
 
 
 def test_nodes_of_other_sizes_leave_the_network_a_guess() -> None:
@@ -282,15 +279,10 @@ def test_without_a_folder_the_first_plan_measures(pools, why: str) -> None:
 def test_a_given_file_of_another_machine_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.toml"
     write_rates(replace(SLOW, measured_on=MeasuredOn(device="cpu", torch="1.0", ranks=2)), path)
-
-    def attempt(group: Any) -> str:
-        with pytest.raises(ValueError) as error:
-            make_plan(64, group=group, hardware=Hardware(rates=path if group.rank() == 0 else None))
-        return str(error.value)
-
+    reported = refused(lambda rank: {"hardware": Hardware(rates=None if rank else path)})
+    assert all("other.toml' holds torch 1.0, and this run has torch" in text for text in reported)
+    read = read_rates(path)
     with local_world(2) as ranks:
-        assert all("other.toml' holds torch 1.0, and this run has torch" in text for text in ranks.run(attempt))
-        read = read_rates(path)
         plans = ranks.run(lambda group: make_plan(64, group=group, hardware=Hardware(rates=read)))
     assert plans[0].planner.rates == read
 
@@ -317,18 +309,14 @@ def test_a_file_of_another_machine_is_not_used(monkeypatch: pytest.MonkeyPatch, 
         assert (rates == preset("cpu")) == bool(reason)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=29), Mask(cu_seqlens=[0, 40, 41, 150])])
-@pytest.mark.parametrize("rates", [SLOW, preset("h100-hgx")], ids=["slow", "fast"])
+@pytest.mark.parametrize(
+    ("mask", "rates"),
+    [(Mask(), SLOW), (Mask(window=29), preset("h100-hgx")), (Mask(cu_seqlens=[0, 40, 41, 150]), SLOW)],
+)
 def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
     def failures(group: Any) -> list[str]:
-        nodes = list(range(group.size()))
-        plan = make_plan(
-            150,
-            mask=mask,
-            group=group,
-            call=replace(CALL, dtype=torch.float64),
-            hardware=Hardware(rates=rates, nodes=nodes),
-        )
+        hardware, call = Hardware(rates=rates, nodes=list(range(group.size()))), replace(CALL, dtype=torch.float64)
+        plan = make_plan(150, mask=mask, group=group, call=call, hardware=hardware)
         rows = compare(Case(seqlen=150, mask=mask, dtype=torch.float64, **SIZES), plan)
         return [f"{row.tensor}: {row.error}" for row in rows if not row.passed]
 
@@ -347,41 +335,40 @@ def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
     ],
 )
 def test_ranks_that_ask_for_other_plans_are_named(options, reported: str) -> None:
+    assert all(reported in text for text in refused(lambda rank: plan_options(**options(rank)), DisagreementError))
+
+
+def refused(options: Callable[[int], dict[str, Any]], error: type[Exception] = ValueError) -> list[str]:
+    """Return the error of each of two ranks."""
+
     def attempt(group: Any) -> str:
-        with pytest.raises(DisagreementError) as error:
-            make_plan(64, group=group, **plan_options(**options(group.rank())))
-        return str(error.value)
+        with pytest.raises(error) as caught:
+            make_plan(64, group=group, **options(group.rank()))
+        return str(caught.value)
 
     with local_world(2) as ranks:
-        assert all(reported in text for text in ranks.run(attempt))
+        return ranks.run(attempt)
 
 
 def test_a_broken_file_on_rank_0_is_refused_on_all_ranks(tmp_path) -> None:
-    def attempt(group: Any) -> str:
-        with pytest.raises(ValueError) as error:
-            make_plan(64, group=group, hardware=Hardware(rates=tmp_path / "rates.toml" if group.rank() == 0 else None))
-        return str(error.value)
-
     (tmp_path / "rates.toml").write_text("half = 3")
-    with local_world(2) as ranks:
-        assert all("rates.toml" in text for text in ranks.run(attempt))
+    reported = refused(lambda rank: {"hardware": Hardware(rates=None if rank else tmp_path / "rates.toml")})
+    assert all("rates.toml" in text for text in reported)
 
 
 def test_rates_fit_the_record_by_which_ranks_agree() -> None:
     """With all else that a plan may ask: the longest mask, name of a host, and text of a source."""
     mask = Mask(window=10**9, cu_seqlens=range(0, 2**31, 2**21))
-    for node in NODES:
-        for network in NETWORKS:
+
+    def plan(group: Any) -> bool:
+        for node, network in product(NODES, NETWORKS):
             rates = replace(preset(f"{node}+{network}"), source="s" * 5000, name="n" * 5000)
+            options = plan_options(rates=rates, nodes=[0, 1], layout="zigzag-per-document")
+            make_plan(mask.cu_seqlens[-1], mask=mask, group=group, call=CALL, **options)
+        return True
 
-            def plan(group: Any, rates: Rates = rates) -> bool:
-                options = {"rates": rates, "nodes": [0, 1], "layout": "zigzag-per-document"}
-                return bool(
-                    make_plan(mask.cu_seqlens[-1], mask=mask, group=group, call=CALL, **plan_options(**options))
-                )
-
-            with local_world(2) as ranks:
-                assert ranks.run(plan) == [True, True], RECORD_BYTES
+    with local_world(2) as ranks:
+        assert ranks.run(plan) == [True, True], RECORD_BYTES
 
 
 def on_a_mesh_of_nodes() -> list[list[int] | None]:
