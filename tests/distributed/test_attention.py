@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, Plan, Strategy, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
@@ -32,7 +29,6 @@ from burst_attention.testing import Case, attend, check, local_world
 from burst_attention.testing.check import compare, relative_l2
 from tests.support.pairwise import covering_array
 from tests.support.schedules import assigned, bytes_moved, make_schedule
-from tests.unit.test_plan import masks
 
 SEQLEN = 74  # divisible by 2 ranks, ragged over 3, 4 and 8
 MASKS = {
@@ -47,6 +43,9 @@ MASKS = {
         window=10, cu_seqlens=[0, 20, SEQLEN], together=[n // 3 % 5 - n % 29 // 20 for n in range(SEQLEN)]
     ),
     "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(10)] for i in range(10)], block=8),
+    "blind": Mask(  # queries that see nothing, and keys that nothing sees
+        causal=False, blocks=[[i not in (0, 3, 4) and j not in (2, 3) for j in range(8)] for i in range(8)], block=10
+    ),
 }
 FACTORS = {
     "world": [2, 3, 4],
@@ -66,7 +65,7 @@ CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
 }
 SCORED = CUT | {
     "dtype": [torch.float64, torch.float32],
-    "mask": ["causal", "window both ways", "documents", "together", "blocks"],
+    "mask": ["causal", "window both ways", "documents", "together", "blind"],
     "ulysses_degree": [1, "all", "auto"],
     "kernel": ["reference", "blockwise", "auto"],
     "softcap": [None, 0.7, 3.0],
@@ -109,7 +108,7 @@ def check_cases(world: int, cases: list[Case]) -> None:
 
 @cache
 def rows_of(kind: str) -> list[dict[str, Any]]:
-    return covering_array({"whole": FACTORS, "cut": CUT, "scored": SCORED}[kind], seed=2)
+    return covering_array({"whole": FACTORS, "cut": CUT, "scored": SCORED}[kind], seed=4)
 
 
 @pytest.mark.parametrize("world", FACTORS["world"])
@@ -141,10 +140,10 @@ def test_processes(pools) -> None:
 
 @pytest.mark.long
 def test_eight_ranks() -> None:
-    names = ("layout", "circulate", "cache_qkv", "chunks")
-    rows = covering_array({name: CUT[name] for name in names} | {"ulysses_degree": [1, 2, 4, 8]}, seed=8)
+    rows = covering_array({"layout": CUT["layout"], "circulate": CUT["circulate"], "ulysses_degree": [1, 2, 4, 8]})
     for n, row in enumerate(rows):
-        row |= {"world": 8, "mask": list(MASKS)[n % 9], "groups": FACTORS["groups"][n % 3], "kernel": "aten"}
+        row |= {"cache_qkv": CUT["cache_qkv"][n % 3], "chunks": CUT["chunks"][n % 5]}
+        row |= {"world": 8, "mask": list(MASKS)[n % 10], "groups": FACTORS["groups"][n % 3], "kernel": "aten"}
         row |= (
             {"dtype": torch.float32, "dlse": n % 4 < 2} if n % 2 else {"dtype": torch.bfloat16, "kernel": "aten-fp32"}
         )
@@ -182,8 +181,9 @@ def test_ragged_and_empty_shards(world: int) -> None:
         mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
         options = {"layout": FACTORS["layout"][n], "route": FACTORS["route"][(seqlen + n // 2) % 2]}
         options |= {"circulate": FACTORS["circulate"][seqlen % 4], "kernel": ("aten", "reference")[(seqlen // 2) % 2]}
-        heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2, "dtype": torch.float64}
-        cases.append(Case(seqlen=seqlen, mask=mask, **options, **heads))
+        dims = {"head_dim": [8, 1, 7, 33][seqlen % 4], "v_head_dim": [None, 5, 1][seqlen % 3]}
+        heads = {"q_heads": 6, "kv_heads": [1, 2, 3][seqlen % 3], "batch": 2, "dtype": torch.float64}
+        cases.append(Case(seqlen=seqlen, mask=mask, **options, **heads, **dims))
     check_cases(world, cases)
 
 
@@ -296,97 +296,25 @@ def test_any_assignment_of_cells(world: int, count: int, shared: int) -> None:
                 assert max(errors) <= 1e-12, (seed, mask, errors)
 
 
-class Gapped(Schedule):
-    """A mask that leaves documents out: their queries see nothing, and no query sees their keys."""
-
-    @cached_property
-    def regions(self) -> np.ndarray:
-        return self.mask.regions(self.layout.seqlen)[::2]
-
-
-def rows_that_see_nothing(group: Any, kernel: str, circulate: str, route: str) -> None:
-    mask = Mask(cu_seqlens=[0, 13, 20, 21, 40, 48])
-    plan = make_plan(48, mask=mask, strategy=Strategy(route=route, circulate=circulate), group=group)
-    strategy = Strategy(ulysses_degree=1, circulate=circulate)
-    gapped = Gapped(plan.schedule.layout, mask, plan.schedule.route, plan.rank, strategy)
-    plan = Plan(gapped, plan.planner, plan.transport, plan.agreement)
-    inputs = Case(seqlen=48, mask=mask, kv_heads=2).inputs()
-    q, k, v, dout, dlse = (plan.shard(x, 2) for x in inputs.values())
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = burst_attention(q, k, v, plan, kernel=kernel, return_lse=True)
-    torch.autograd.backward([out, lse], [dout, dlse])
-    oracle = attend(*(inputs[n] for n in ("q", "k", "v")), mask, dout=inputs["dout"], dlse=inputs["dlse"])
-    position = plan.positions
-    blind = ((position >= 13) & (position < 20)) | ((position >= 21) & (position < 40))
-    assert (out[:, :, blind] == 0).all() and (lse[:, :, blind] == float("-inf")).all()
-    for got, (name, expected) in zip((out, lse, q.grad, k.grad, v.grad), oracle.items(), strict=True):
-        if name != "lse":
-            assert (got[:, :, blind] == 0).all(), name
-        assert relative_l2(got[:, :, ~blind], plan.shard(expected, 2)[:, :, ~blind]) < 1e-5, name
-
-
-def test_queries_that_see_nothing() -> None:
-    factors = {"kernel": ["reference", "aten"], "circulate": ["query", "key-value", "nearest"]}
-    with local_world(3) as ranks:
-        for row in covering_array(factors | {"route": ["direct", "ring-attention"]}):
-            ranks.run(lambda group, row=row: rows_that_see_nothing(group, **row))
-
-
-@st.composite
-def cases(draw) -> Case:
-    seqlen = draw(st.integers(0, 64))
-    kv_heads = draw(st.sampled_from([1, 2, 3]))
-    return Case(
-        seqlen=seqlen,
-        mask=draw(masks(seqlen)),
-        layout=draw(st.sampled_from(FACTORS["layout"])),
-        route=draw(st.sampled_from(["direct", "ring", "ring-attention", "auto"])),
-        circulate=draw(st.sampled_from(["query", "key-value", "nearest", "auto"])),
-        kernel=draw(st.sampled_from(FACTORS["kernel"])),
-        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
-        batch=draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        q_heads=kv_heads * draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([1, 7, 16, 33])),
-        v_head_dim=draw(st.sampled_from([None, 1, 5, 40])),
-        dlse=draw(st.booleans()),
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from([2, 3]), cases())
-def test_random_calls(world: int, case: Case) -> None:
-    check_cases(world, [case])
-
-
-def window_of_one(group: Any) -> tuple:
-    """Each query sees itself alone: nothing is needed of another rank."""
-    plan = make_plan(12, mask=Mask(window=1), strategy=Strategy(layout="contiguous"), group=group)
+def alone(group: Any, mask: Mask) -> tuple:
+    """Bytes sent, the largest error of out against v, and the largest entry of dq."""
+    plan = make_plan(12, mask=mask, strategy=Strategy(layout="contiguous"), group=group)
     q, k, v = (torch.randn(1, 2, plan.length, 4).requires_grad_() for _ in range(3))
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
-    return plan.transport.sent, relative_l2(out, v), q.grad.abs().max().item()
-
-
-def blocks_apart(group: Any) -> tuple[int, ...]:
-    """Bytes that this rank sends if the blocks of the ranks see only themselves; and if one block sees one other."""
-    sent = []
-    for blocks in (torch.eye(3).bool(), torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()):
-        plan = make_plan(12, mask=Mask(blocks=blocks, block=4), strategy=Strategy(layout="contiguous"), group=group)
-        q, k, v = (torch.randn(1, 2, plan.length, 4).requires_grad_() for _ in range(3))
-        burst_attention(q, k, v, plan).sum().backward()
-        sent.append(plan.transport.sent)
-    return tuple(sent)
+    return plan.transport.sent, (out - v).abs().max().item(), q.grad.abs().max().item()
 
 
 def test_what_sees_nothing_of_another_rank_sends_nothing() -> None:
     with local_world(3) as ranks:
-        for sent, error, dq in ranks.run(window_of_one):
+        for sent, error, dq in ranks.run(alone, Mask(window=1)):
             assert (sent, error) == (0, 0.0)
             assert dq < 1e-6  # P is 1: dP and D cancel
-        sent = ranks.run(blocks_apart)
-    assert [alone for alone, _ in sent] == [0, 0, 0]
-    assert sent[1][1] == 0 < sent[0][1]
+        blocks = torch.eye(3).bool()
+        assert [sent for sent, *_ in ranks.run(alone, Mask(blocks=blocks, block=4))] == [0, 0, 0]
+        blocks[2, 0] = True
+        sent = [sent for sent, *_ in ranks.run(alone, Mask(blocks=blocks, block=4))]
+    assert sent[1] == 0 < sent[0]
 
 
 def views(group: Any, kernel: str, circulate: str, heads: int = 1) -> None:
@@ -451,32 +379,6 @@ def test_parts_of_a_sum_do_not_overflow_on_the_wire(kernel: str) -> None:
         for grads in ranks.run(overflowing_parts, kernel):
             assert all(x.isfinite().all() for x in grads)
             assert grads[0].abs().max() <= 1.0
-
-
-def buffers_alive() -> int:
-    """The most receive buffers of shards alive at once, by weak references taken where they are made."""
-    alive: list[weakref.ref] = []
-    most = 0
-    plan = make_plan(64, mask=Mask(causal=False))
-    q, k, v = (torch.randn(1, 1, plan.length, 4, requires_grad=True) for _ in range(3))
-    out = burst_attention(q, k, v, plan)
-    post = plan.transport.post
-
-    def watched(sends, receives, *, label):
-        nonlocal most
-        alive.extend(weakref.ref(x) for _, x in receives if x.shape[-1] == 2)  # (lse, D): one for each shard
-        most = max(most, sum(ref() is not None for ref in alive))
-        return post(sends, receives, label=label)
-
-    plan.transport.post = watched
-    out.sum().backward()
-    del plan.transport.post
-    assert len(alive) == plan.world - 1
-    return most
-
-
-def test_two_foreign_shards_are_held_at_most(pools) -> None:
-    assert pools(4).run(buffers_alive) == [2] * 4
 
 
 def byte_counts(case: Case, group: Any = None) -> tuple:
@@ -555,9 +457,7 @@ def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int
     ("world", "q_heads", "kv_heads", "circulate", "share"),
     [
         (8, 32, 8, "auto", 0.32),
-        (16, 32, 8, "auto", 0.19),
         (64, 32, 8, "auto", 0.11),
-        (16, 64, 8, "auto", 0.31),
         (64, 64, 8, "auto", 0.14),
         (64, 32, 32, "auto", 0.026),
         (256, 32, 32, "blocks", 0.015),  # the fewest bytes, though not the least time
