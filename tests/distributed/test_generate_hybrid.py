@@ -14,7 +14,6 @@ from tests.support.generating import alone, check_equal, generate, ids_of, model
 NEW = 12
 KINDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each mechanism that a cache holds
 OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
-FIRST = [pytest.param(name, marks=[] if name in KINDS[:2] else pytest.mark.long) for name in KINDS]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,8 @@ def test_other_families(name):
     at_all_worlds(name, ids_of(150, 2), (3,), max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("name", FIRST[1:])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
 def test_a_batch_of_equal_lengths(name):
     at_all_worlds(name, ids_of(131, 3), (1, 3), max_new_tokens=NEW)
 
@@ -49,7 +49,8 @@ def continued(ids):
     return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize("name", FIRST[:3:2])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
 def test_turns_continue_the_states(name):
     """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
     first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
@@ -63,7 +64,8 @@ def test_turns_continue_the_states(name):
     check_equal(over_ranks(name, 3, lambda *both: turns(lambda ids: generate(*both, **continued(ids)))), expected)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
 def test_a_prompt_in_chunks_gives_the_same_tokens(name):
     ids = ids_of(501)
     expected = alone(name, ids, max_new_tokens=NEW)
@@ -88,7 +90,8 @@ def test_another_strategy_fills_the_states():
     check_equal(over_ranks("qwen3_5", 2, use, strategy="ulysses"), alone("qwen3_5", ids, max_new_tokens=NEW))
 
 
-@pytest.mark.parametrize("name", FIRST[1:])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bamba", "kimi_linear", "lfm2"])
 def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name):
     ids = ids_of(150, 2)
     first = alone(name, ids, max_new_tokens=70).sequences

@@ -65,19 +65,17 @@ def stock_and_parallel(name, memory, batch, group=None):
     ("name", "batch", "recompute", "chunks", "mlp_chunks", "offload"),
     [
         ("llama", "plain", "layer", 2, 3, False),
-        ("qwen3", "packed", "layer", 4, 3, True),
-        ("mistral", "packed", "layer", 2, 3, True),
         ("gemma3_text", "plain", "layer", 4, 3, True),
         ("mixtral", "packed", "layer", 2, 3, False),
-        ("gemma2", "packed", "layer", 4, 3, False),
-        ("gpt_oss", "packed", "layer", 2, 3, True),
-        ("phi3", "plain", "layer", 4, 3, False),
-        ("deepseek_v2", "packed", "layer", 2, 2, False),
         ("deepseek_v3", "packed", "layer", 2, 2, False),
-        ("glm", "packed", "layer", 2, 2, False),
-        ("phi", "packed", "layer", 2, 2, False),
         ("llama", "plain", "none", 1, 2, False),
         ("llama", "plain", "keep-attention", 1, 2, True),
+        *(
+            pytest.param(name, "packed", "layer", chunks, 3, chunks == 4, marks=pytest.mark.long)
+            for name, chunks in zip(
+                ("qwen3", "mistral", "gemma2", "gpt_oss", "phi3", "deepseek_v2", "glm", "phi"), (4, 2) * 4, strict=True
+            )
+        ),
     ],
 )
 def test_memory_options_change_nothing(pools, tmp_path, name, batch, recompute, chunks, mlp_chunks, offload):

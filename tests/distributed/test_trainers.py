@@ -28,8 +28,7 @@ def sides(pools):
 
 
 def _case(name):
-    smoke = name == SPREAD.name
-    return pytest.param(name, marks=() if smoke else pytest.mark.long if name in IN_CI else pytest.mark.slow)
+    return pytest.param(name, marks=pytest.mark.long if name in IN_CI else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [_case(name) for name in CASES])

@@ -125,7 +125,8 @@ def leave_out(config, *spoilt):
     return states, records
 
 
-@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.long
 def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools, corpus, tmp_path, backward):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", global_batch=2)
     for states, records in pools(2).run(leave_out, config, "model.layers.1.mlp.up_proj", [3], 0, backward):
