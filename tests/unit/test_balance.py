@@ -113,14 +113,6 @@ def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None
         assert all(alone.program("query", direction).edges == [] for direction in Direction)
 
 
-def test_documents_of_any_lengths_that_fit_send_nothing() -> None:
-    lengths = np.random.default_rng(0).integers(1, 2000, 1000).tolist()
-    schedule = planned(Mask(cu_seqlens=borders(lengths)), sum(lengths), 8)
-    i, j, _ = areas(schedule)
-    assert (i == j).all() and shares(schedule).max() < 1.01
-    assert max(schedule.layout.lengths) < 1.01 * sum(lengths) / 8
-
-
 def ranks_of_documents(layout: Layout, ends: list[int]) -> list[int]:
     """Return on how many ranks each document lies."""
     held = [np.unique(np.searchsorted(ends, layout.positions(rank), "right")) for rank in range(layout.world)]
@@ -223,17 +215,6 @@ def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str)
         del derived, program
     gc.collect()
     assert all(sum(each() is not None for each in kind) <= MOST_DERIVED for kind in zip(*made, strict=True))
-
-
-def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
-    """With many documents the planner chooses by a sample, but reported figures count all of them."""
-    borders_of = borders(np.random.default_rng(1).integers(400, 600, 100).tolist())  # many rows a rank
-    for layout in ("striped", "balanced"):
-        chosen = []
-        for most in (1 << 30, 16):
-            monkeypatch.setattr("burst_attention.planner.planner.MOST_DOCUMENTS", most)
-            chosen.append(planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout).choose_circulation(SHAPE))
-        assert chosen[0] == chosen[1]
 
 
 def test_many_ranks_choose_as_fewer_would() -> None:

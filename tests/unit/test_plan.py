@@ -177,13 +177,6 @@ def test_zigzag_is_balanced_under_a_causal_mask(documents: tuple[int, ...]) -> N
     assert max(areas) == min(areas) == sum(n * (n + 1) // 2 for n in np.diff(documents)) // 8
 
 
-def test_a_zigzag_diagonal_is_one_causal_tile() -> None:
-    layout = Layout("zigzag", 64, 4)
-    pairs = pair_tiles(layout, layout, Mask().regions(64), range(4), range(4))
-    assert all(len(tiles) == 1 for tiles in pairs.values())
-    assert next(iter(pairs[2, 2])) == (0, 16, 0, 16, 0, 15)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=8), st.data())
 def test_rows_are_sets(intervals: list[tuple[int, int]], data) -> None:
@@ -632,16 +625,6 @@ def test_of_several_chunks_three_exchanges_are_under_way() -> None:
             assert posted == [min(chunks, most), *(n + most for n in range(1, chunks))]
             leaves = [op.step for op in ops if isinstance(op, Post) if any(m.edge.partial for m in op.sends)]
             assert leaves == [n + most for n in range(1, chunks + 1)]
-
-
-def test_the_next_exchange_is_posted_before_a_visit() -> None:
-    layout = Layout("zigzag", 64, 4)
-    for direction, assignment in ((Direction.FORWARD, rows), (Direction.BACKWARD, columns)):
-        ops = assigned(Schedule(layout, Mask(), ROUTES["direct"], 1), heads(WHOLE, assignment), direction).ops
-        for n, op in enumerate(ops):
-            if isinstance(op, Visit) and op.step < 3:
-                posted = [p.step for p in ops[:n] if isinstance(p, Post)]
-                assert op.step + 1 in posted
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,17 @@ def test_what_can_not_be_read_is_not_written(tmp_path: Path) -> None:
         ("visit", "[" * 5000, "recursion"),
         ("bytes_per_second", "1e-300", r"inside\.bytes_per_second=1e-300 must"),
         ("forward", "1e300", r"half\.forward=1e\+300 must"),
+        ("fold", "-1", r"overhead.fold=-1"),
+        ("shared", '"no"', r"shared='no' must be true or false"),
+        ("name", "3", r"name=3 must be a text"),
+        ("latency", "1\ndelay = 1", "delay"),
+        ("latency", "", "Invalid value"),
     ],
 )
 def test_a_figure_that_can_not_be_computed_with_is_refused(tmp_path: Path, key: str, given: str, reported: str) -> None:
     path = tmp_path / "rates.toml"
     write_rates(CPU, path)
-    path.write_text(path.read_text("utf-8").replace(f"\n{key} = ", f"\n{key} = {given} #", 1), "utf-8")
+    path.write_text(path.read_text("utf-8").replace(f"{key} = ", f"{key} = {given} #", 1), "utf-8")
     with pytest.raises(ValueError, match=rf"(?s)rates of .*rates\.toml: .*{reported}") as refused:
         make_plan(16, hardware=Hardware(rates=path))
     assert len(str(refused.value)) < 500
