@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +12,10 @@ import torch
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.dissemination import NO_RANK, Summary, gather, rounds
-from burst_attention.comm.link import connect
+from burst_attention.comm.dissemination import NO_RANK, Summary, rounds
 from burst_attention.comm.local import LocalGroup, LocalTransport
 from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, pack
-from burst_attention.testing import WorkerPool, local_world
+from burst_attention.testing import local_world
 
 WORLDS = (1, 2, 3, 5, 8)
 TIMEOUT = 3.0
@@ -156,14 +153,6 @@ def test_a_lost_rank_stays_with_its_finder() -> None:
     assert one.joined(two.pack()) == two.joined(one.pack()) == one
 
 
-def test_records_of_any_size_are_gathered() -> None:
-    def rank(group: LocalGroup) -> list[bytes]:
-        return gather(connect(group, None)[1].transport, bytes([65 + group.rank()]) * group.rank(), 5, "a test")
-
-    with local_world(5) as ranks:
-        assert ranks.run(rank) == [[(bytes([65 + n]) * n).ljust(5) for n in range(5)]] * 5
-
-
 def test_what_goes_to_one_peer_travels_as_one_message() -> None:
     small = [torch.randn(2, 3), torch.arange(5, dtype=torch.int16), torch.randn(4, dtype=torch.complex64)]
     operations: list[Operation] = [Receive(1, x.clone().zero_()) for x in small]
@@ -193,43 +182,6 @@ def exchanged(count: int) -> bool:
     transport.wait(transport.post(sends, receives, label="a test"))
     same = all(torch.equal(x, y) for x, y in zip(arriving, made(behind), strict=True))
     return same and transport.sent - sent == sum(x.nbytes for x in made(0))
-
-
-def lose(lost: int, how: str) -> tuple[str, str, float, str]:
-    """``lost`` stops or dies before a call; (class, text, seconds) of what the others' raises, and their next one's."""
-    plan = make_plan(16, timeout=TIMEOUT)
-    plan.exchange_small([1.0])
-    if plan.rank == lost:
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
-    started, raised = time.monotonic(), []
-    for _ in range(2):
-        try:
-            plan.agreement.agree("a call", {})
-        except ExchangeError as error:
-            raised.append((str(error), time.monotonic() - started))
-    (text, seconds), (again, _) = raised
-    return text, seconds, again
-
-
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-@pytest.mark.long
-def test_a_lost_rank_pulls_the_others_in(how: str) -> None:
-    world, lost = 5, 1
-    with WorkerPool(world, timeout=120) as pool:
-        pool.run(os.getpid)  # the ranks are there: on a busy machine that alone takes long
-        results, errors, gone = pool.gather(lose, lost, how, timeout=30, patience=6)
-        pool.broken = True
-    assert not errors and sorted(gone) == [lost]
-    for rank, (text, seconds, again) in results.items():
-        assert (
-            f"rank {rank} could not" in text
-            and "the agreement on a call" in text
-            and "waiting for another rank" in text
-        )
-        assert seconds < TIMEOUT + 2 if how == "stopped" else seconds < TIMEOUT - 0.5, text
-        assert "failed before" in again
-        # A rank that waits for another peer learns the lost rank's name, or that the peer forwards its messages.
-        assert f"rank {lost}" in text, text
 
 
 def test_who_gives_up_tells_whom_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:

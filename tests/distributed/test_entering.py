@@ -143,23 +143,17 @@ def fails(error):
     return call
 
 
-TEXTS = {
-    "ascii": "x" * 3000,
-    "astral": "\U0001f600" * 3000,
-    "lone surrogates": "\ud83d" * 3000,
-    "control characters": "\x01" * 3000,
-    "mixed": "a\U0001f600\ud83dü" * 1000,
-}
+# ASCII, astral, lone surrogates, control characters, mixed.
+TEXTS = ["x" * 3000, "\U0001f600" * 3000, "\ud83d" * 3000, "\x01" * 3000, "a\U0001f600\ud83dü" * 1000]
 
 
-@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
-@pytest.mark.parametrize("text", list(TEXTS.values()), ids=list(TEXTS))
-def test_any_text_fits_its_record(kind, text) -> None:
-    results = results_of(fails(kind(text)))
-    for rank, (error, seconds, afterwards, _) in enumerate(results):
-        assert afterwards is None and seconds < 2
-        assert type(error) is (kind if rank == 1 or kind is not RuntimeError else PeerError)
-        assert text[: RECORD_BYTES // 12 - 20] in str(error)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_any_text_fits_its_record(kind) -> None:
+    for text in TEXTS:
+        for rank, (error, seconds, afterwards, _) in enumerate(results_of(fails(kind(text)))):
+            assert afterwards is None and seconds < 2
+            assert type(error) is (kind if rank == 1 or kind is ValueError else PeerError)
+            assert text[: RECORD_BYTES // 12 - 20] in str(error)
 
 
 def test_an_error_without_a_text_is_named_by_its_class() -> None:

@@ -42,10 +42,8 @@ def counted(group: Any, started: Counter[tuple[int, str]], mask: Mask, cut: dict
     [
         (Mask(), {}),  # as the planner has it
         (Mask(causal=False), {"chunks": 2, "cache_qkv": False}),
-        pytest.param(Mask(), {"chunks": 2, "cache_qkv": False}, marks=pytest.mark.slow),
-        pytest.param(Mask(), {"chunks": 0, "cache_qkv": False}, marks=pytest.mark.slow),
     ],
-    ids=["auto", "chunks, all seen", "chunks, nothing kept", "owner by owner"],
+    ids=["auto", "chunks, all seen"],
 )
 def test_a_step_starts_one_program_forward_and_two_backward(
     mask: Mask, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -12,60 +12,30 @@ import torch
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.comm.agreement import DisagreementError
 from burst_attention.comm.transport import ExchangeError, Receive, Send
-from burst_attention.loss import next_token_loss
-from burst_attention.testing import Case, WorkerError, check, local_world
+from burst_attention.testing import Case, WorkerError, local_world
 from burst_attention.testing.check import distributed_call
 
-CASES = [
-    Case(seqlen=67, dtype=torch.float64, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, circulate="query"),
-    Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), circulate="key-value", route="ring", head_dim=8),
-    Case(seqlen=130, mask=Mask(cu_seqlens=[0, 30, 30, 101, 130]), layout="striped", route="ring-attention", head_dim=8),
-    Case(seqlen=5, mask=Mask(causal=False), layout="contiguous", dtype=torch.float64, head_dim=4),
-    Case(seqlen=256, dtype=torch.bfloat16, head_dim=16),
-]
+CASES = {
+    "ring": Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), circulate="key-value", head_dim=8),
+    "ring-attention": Case(seqlen=130, mask=Mask(cu_seqlens=[0, 30, 30, 101, 130]), layout="striped", head_dim=8),
+}
 
 
-@pytest.mark.parametrize(("world", "case"), [(1, CASES[0]), (3, CASES[1]), (8, CASES[2]), (8, CASES[3]), (2, CASES[4])])
-def test_threads_are_exact(world, case):
-    with local_world(world) as ranks:
-        for report in ranks.run(lambda group: check(case, group=group)):
-            assert report.passed, report
-
-
-def shards(group, case):
-    plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=Strategy(layout=case.layout, route=case.route))
+def shards(group, case, route):
+    plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=Strategy(layout=case.layout, route=route))
     results = dict(distributed_call(case, plan, case.inputs()).items())
     return results, plan.transport.sent, plan.transport.received
 
 
-@pytest.mark.parametrize("case", CASES[1:3], ids=["ring", "ring-attention"])
-def test_threads_and_processes_give_the_same_bits_and_bytes(pools, case):
+@pytest.mark.parametrize("route", CASES)
+def test_threads_and_processes_give_the_same_bits_and_bytes(pools, route):
     with local_world(3) as ranks:
-        threads = ranks.run(shards, case)
-    for mine, theirs in zip(threads, pools(3).run(shards, None, case), strict=True):
+        threads = ranks.run(shards, CASES[route], route)
+    for mine, theirs in zip(threads, pools(3).run(shards, None, CASES[route], route), strict=True):
         assert mine[1:] == theirs[1:]
         assert mine[1] > 0
         for name, tensor in mine[0].items():
             assert torch.equal(tensor, theirs[0][name]), name
-
-
-def test_losses_and_whole_tensors_cross_threads_too():
-    hidden, weight = torch.randn(1, 20, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
-    labels = torch.randint(0, 11, (1, 20))
-
-    def rank(group):
-        plan = make_plan(20, group=group)
-        mine = plan.shard(hidden, 1).requires_grad_()
-        loss = next_token_loss(mine, weight, plan.shard_labels(labels), plan)
-        loss.backward()
-        return loss.item(), plan.unshard(mine.grad, 1)
-
-    with local_world(1) as ranks:
-        ((loss, grad),) = ranks.run(rank)
-    with local_world(4) as ranks:
-        for theirs, theirs_grad in ranks.run(rank):
-            assert theirs == pytest.approx(loss, abs=1e-12)
-            assert torch.allclose(theirs_grad, grad, atol=1e-12)
 
 
 def test_a_rank_that_raises_ends_the_others_by_name():
@@ -85,18 +55,6 @@ def test_a_rank_that_raises_ends_the_others_by_name():
     reported = [str(raised.value.errors[n]) for n in (0, 2, 3)]
     assert all("rank 1" in text for text in reported) and any("rank 1 raised KeyError" in text for text in reported)
     assert threading.active_count() == before
-
-
-def test_ranks_that_disagree_are_named():
-    def rank(group):
-        plan = make_plan(32, group=group)
-        q = torch.randn(1, 2, plan.length, 4 + 4 * (plan.rank == 2))
-        return burst_attention(q, q, q, plan)
-
-    with local_world(3) as ranks, pytest.raises(WorkerError) as raised:
-        ranks.run(rank)
-    assert all(isinstance(error, DisagreementError) for error in raised.value.errors.values())
-    assert "rank 2 has 8" in str(raised.value.errors[0])
 
 
 @pytest.mark.parametrize(("mode", "odd"), [(torch.inference_mode, 0), (torch.inference_mode, 2), (torch.no_grad, 0)])

@@ -39,9 +39,15 @@ def test_each_tensor_is_compared(monkeypatch, dtype, by):
         assert not report.passed
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("more", [{}, {"logits": 30.0}, {"head_dim": 64, "v_head_dim": 1}, {"dlse": False}], ids=str)
-@pytest.mark.parametrize(("seqlen", "mask"), [(1, Mask()), (64, Mask(window=1))])
+@pytest.mark.parametrize(
+    ("dtype", "seqlen", "mask", "more"),
+    [
+        (torch.bfloat16, 1, Mask(), {}),
+        (torch.float16, 64, Mask(window=1), {"logits": 30.0}),
+        (torch.bfloat16, 64, Mask(window=1), {"head_dim": 64, "v_head_dim": 1}),
+        (torch.float16, 1, Mask(), {"dlse": False}),
+    ],
+)
 def test_gradients_that_cancel_are_measured_against_dout(monkeypatch, dtype, seqlen, mask, more):
     """Each query sees one key, so dq and dk are 0; a stock kernel's error then says nothing."""
     case = Case(dtype=dtype, seqlen=seqlen, mask=mask, kernel="aten-fp32", **more)
@@ -62,7 +68,7 @@ SMALL = Case(dtype=torch.bfloat16, q_heads=1, kv_heads=1, batch=1, kernel="aten-
 
 def test_gradients_that_are_only_small_are_measured_against_themselves():
     """Under a full mask they shrink with the number of keys."""
-    rows = run_check(replace(SMALL, seqlen=2048, mask=Mask(causal=False))).rows
+    rows = run_check(replace(SMALL, seqlen=1024, mask=Mask(causal=False))).rows
     assert {row.measure for row in rows if row.tensor in ("dq", "dk", "dv")} == {"max error / max"}
 
 
