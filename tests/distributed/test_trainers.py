@@ -174,9 +174,13 @@ def test_in_one_process_it_is_the_trainer_that_it_was(sides, tmp_path):
 
 
 def rounded(folder):
-    """Count the logged losses that are exact bf16 values."""
-    log = trainer_cases.run_case("fsdp2 in bf16", folder, True)
-    losses = torch.tensor([row["loss"] for row in log if "loss" in row])
+    """Count the logged losses, each of one batch, that are exact bf16 values."""
+    case = CASES["fsdp2 in bf16"]
+    case = replace(case, options=case.options | {"gradient_accumulation_steps": 1})
+    with trainer_cases.as_started(case, ours=True):
+        trainer = trainer_makers.make_fsdp2(case, True, folder)
+        trainer.train()
+    losses = torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row])
     return (losses == losses.bfloat16()).sum().item()
 
 
