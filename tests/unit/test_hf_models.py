@@ -85,7 +85,19 @@ class NoiseLayer(nn.Module):
         return x + torch.rand_like(x) if self.training else x
 
 
-LengthLayer.__module__ = NoiseLayer.__module__ = "transformers_modules.of_somebody"
+class CountingLayer(nn.Module):
+    """A part that counts positions from the start of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.position_embeddings = nn.Embedding(SEQLEN, 32).double()
+
+    def forward(self, x):
+        return x + self.position_embeddings(torch.arange(x.shape[1]))
+
+
+for _each in (LengthLayer, NoiseLayer, CountingLayer):
+    _each.__module__ = "transformers_modules.of_somebody"
 
 
 class OwnLinear(nn.Linear):
@@ -118,11 +130,13 @@ def forward(model, plan, plans=None):
 
 
 def test_a_part_that_is_not_known_is_refused_by_the_attention():
-    convolution = nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double()
-    for part, name in ((Shift(), "layers.0.mlp.1 (Shift)"), (convolution, "(Conv1d)")):
+    for part, text in (
+        (Shift(), "layers.0.mlp.1 (Shift) is not known to treat each token independently"),
+        (nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double(), "(Conv1d) is not known to treat each token independently"),
+        (CountingLayer(), "(CountingLayer) counts positions itself, from the start of its input"),
+    ):
         model = with_part(part)
-        text = over_ranks(lambda plan, model=model: forward(model, plan))
-        assert f"{name} is not known to treat each token independently" in text
+        assert text in over_ranks(lambda plan, model=model: forward(model, plan))
     assert forward(with_part(Shift()), make_plan(SEQLEN))[0].isfinite().all(), "one rank takes any part"
     hf.check_model(with_part(Shift()), make_plan(SEQLEN))
 
