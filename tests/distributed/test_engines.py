@@ -29,16 +29,19 @@ from tests.support.training import config_of, losses, norms, write_corpus
 STEPS = 20
 EVERY = [
     ("burst", "zigzag", 2, {}),
-    ("burst", "striped", 4, {}),
-    ("ring", "zigzag", 4, {}),
-    ("ring", "contiguous", 2, {}),
     ("ulysses", "auto", 2, {}),
-    ("usp", "auto", 4, {}),
-    ("tensor", "auto", 2, {}),
     ("tensor-sequence", "auto", 2, {}),
-    ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
-    ("tensor", "auto", 2, {"accumulate": 2}),
-    ("single", "auto", 2, {"data_parallel": 2}),
+    *(
+        pytest.param(*row, marks=pytest.mark.long)
+        for row in (
+            ("burst", "striped", 4, {}),
+            ("ring", "contiguous", 2, {}),
+            ("usp", "auto", 4, {}),
+            ("tensor", "auto", 2, {"accumulate": 2}),
+            ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
+            ("single", "auto", 2, {"data_parallel": 2}),
+        )
+    ),
 ]
 
 
