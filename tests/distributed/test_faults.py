@@ -193,7 +193,7 @@ def test_odd_small_calls() -> None:
 def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     """``rank`` dies or stops: before a call, between forward and backward, or in the middle of a sweep."""
     strategy = Strategy(route=route, ulysses_degree=cut, chunks=2 if cut > 1 else "auto")
-    plan = make_plan(96, mask=Mask(causal=False), timeout=2.5, strategy=strategy)
+    plan = make_plan(96, mask=Mask(causal=False), timeout=4, strategy=strategy)
     q, k, v = tensors(plan, heads=3)
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
@@ -292,9 +292,10 @@ def test_a_rank_that_ends_in_the_sweep_knows_it(monkeypatch, error: BaseExceptio
         return Poor() if threading.current_thread().name == "rank 1" else real(*given, **options)
 
     def rank(group: Any) -> tuple:
-        plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=2, group=group)
+        plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=30, group=group)
         out = burst_attention(*tensors(plan), plan)
         plan.exchange_small([0.0])
+        plan.transport.timeout = 3
         monkeypatch.setattr(checks, "choose", choose)
         try:
             first = caught(out.sum().backward)

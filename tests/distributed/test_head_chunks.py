@@ -106,6 +106,8 @@ def failing(unpack=lambda rank, x: x, group=None):
     (hidden, *weights), _ = inputs()
     plan = make_plan(LENGTH, group=group)
     leaves = [x.requires_grad_() for x in (plan.shard(hidden, 1), *weights)]
+    plan.exchange_small([0.0])
+    plan.transport.timeout = 3
     began, error = time.monotonic(), None
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, partial(unpack, plan.rank)):
@@ -128,7 +130,7 @@ def test_a_rank_that_fails_in_a_later_chunk_raises_at_once(monkeypatch, what):
         return real(*arguments, **options)
 
     monkeypatch.setattr(head_chunks, what, fails)
-    with local_world(2, timeout=1.5) as ranks:
+    with local_world(2, timeout=30) as ranks:
         first, second = ranks.run(lambda group: failing(group=group))
     assert type(first[0]) is ExchangeError and type(second[0]) is MemoryError
     assert not hasattr(second[0], "__notes__") and second[1] < 3

@@ -32,8 +32,8 @@ TABLE = {
         documents: 0 | 65 ; window: 0 | 5 --no-causal --q-heads 4 ; ulysses-degree: 0 | 3 | HUGE
         remat: some | layer --q-heads 4 ; mlp-chunks: 0 | HUGE | 2 --q-heads 4
         attention-chunks: 0 | HUGE | 3 | 2 --q-heads 4 ; offload: all | disk: | '' | host --q-heads 4
-        link-rate: 0 | nan | inf | -1 ; disk-rate: 0 | nan | inf | -1 ; matmul-efficiency: 0 | 1.1 | nan
-        peak-tflops: 0 | nan | inf | -1 ; device-memory: 0 | nan | inf ; json: '' | theirs | theirs/no/x.json
+        link-rate: 0 | nan | -1 ; disk-rate: 0 | inf ; matmul-efficiency: 0 | 1.1 | nan
+        peak-tflops: 0 | inf | -1 ; device-memory: 0 | nan ; json: '' | theirs | theirs/no/x.json
         html: '' | theirs | theirs/no/x.html ; layout: zickzack | '' ; dtype: fp8 | float64 ; circulate: by-car
     """,
     "check": """
@@ -62,20 +62,20 @@ TABLE = {
         json: '' | theirs | text.txt | text.txt --overwrite | theirs/no/x.json | /sys/x.json
     """,
     "train": """
-        steps: 0 | HUGE ; seed: -1 | HUGE ; save-every: 0 | -3m | soon | 0m ; keep: 0 | -1
-        eval-every: -1 | HUGE | 5 --held-out 0 ; deadline: -1 | 0 | nan ; step-timeout: 0 | -1 | nan | 1e300
-        profile: 0 | -1 | 9 --steps 8 | HUGE ; wandb: '' | SURROGATE ; on-nan: perhaps | '' ; global-batch: 0 | -1
+        steps: 0 | HUGE ; seed: -1 | HUGE ; save-every: 0 | -3m | soon | 0m ; keep: 0
+        eval-every: -1 | HUGE | 5 --held-out 0 ; deadline: 0 | nan ; step-timeout: -1 | 1e300
+        profile: 0 | 9 --steps 8 | HUGE ; wandb: '' | SURROGATE ; on-nan: perhaps | '' ; global-batch: 0
         resume: theirs/no ; out: '' | theirs | text.txt | . | SURROGATE ; config: '' | theirs | text.txt
         model: '' | theirs | größer/größer ; data: '' | theirs/no ; tokenizer: '' | theirs ; seq-len: 1 | -5 | HUGE
-        max-positions: 1 | 15 | HUGE ; lora: 0 | -1 | HUGE ; mlp-chunks: 0 | -1 | HUGE
+        max-positions: 1 | 15 | HUGE ; lora: 0 | HUGE ; mlp-chunks: 0 | HUGE
         remat: keep-attention --engine ulysses | some
         offload: host | host --remat layer | activations --remat layer | disk:/x | disk: | all | ''
         attention-chunks: 0 | HUGE | 2 --engine ulysses | 2 --remat keep-attention ; optimizer-offload: -
         compile: --engine tensor ; held-out: -1 | 1 | nan ; held-out-sequences: 0 | HUGE ; ranks: 0 | HUGE
-        data-parallel: 0 | HUGE ; ulysses-degree: 0 | -1 | 3 | HUGE | 3 --engine usp | 2 --engine ring
-        timeout: 0 | nan | inf | 1e300 ; peak-tflops: 0 | -1 | nan | inf ; lr: 0 | -1 | nan | inf | 1e-400
-        min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | -1 | HUGE ; weight-decay: -1 | nan | inf
-        beta1: 1 | -1 | nan ; beta2: 1 | nan ; eps: 0 | inf | nan ; clip: -1 | nan | inf ; batch: 0 | HUGE
+        data-parallel: 0 | HUGE ; ulysses-degree: 0 | 3 | HUGE | 3 --engine usp | 2 --engine ring
+        timeout: 0 | inf ; peak-tflops: 0 | nan | inf ; lr: 0 | nan | 1e-400
+        min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | HUGE ; weight-decay: -1 | inf
+        beta1: 1 | -1 ; beta2: nan ; eps: 0 | inf ; clip: -1 | nan ; batch: 0 | HUGE
         accumulate: 0 | HUGE
     """,
 }
