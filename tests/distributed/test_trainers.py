@@ -121,8 +121,14 @@ def batches_of(data, size):
     return [data[i : i + size] for i in range(0, len(data), size)]
 
 
-@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification", "regression"])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param("single_label_classification", marks=pytest.mark.long),
+        pytest.param("multi_label_classification", marks=pytest.mark.slow),
+        pytest.param("regression", marks=pytest.mark.slow),
+    ],
+)
 def test_a_classifier_is_evaluated_over_contexts_as_in_one_process(pools, tmp_path, problem):
     model, data, collated = head_of(problem)
     with torch.no_grad():
