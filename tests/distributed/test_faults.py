@@ -295,7 +295,7 @@ def test_a_rank_that_ends_in_the_sweep_knows_it(monkeypatch, error: BaseExceptio
         plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=30, group=group)
         out = burst_attention(*tensors(plan), plan)
         plan.exchange_small([0.0])
-        plan.transport.timeout = 3
+        plan.transport.timeout = 2
         monkeypatch.setattr(checks, "choose", choose)
         try:
             first = caught(out.sum().backward)

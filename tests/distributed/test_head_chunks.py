@@ -107,7 +107,7 @@ def failing(unpack=lambda rank, x: x, group=None):
     plan = make_plan(LENGTH, group=group)
     leaves = [x.requires_grad_() for x in (plan.shard(hidden, 1), *weights)]
     plan.exchange_small([0.0])
-    plan.transport.timeout = 3
+    plan.transport.timeout = 2
     began, error = time.monotonic(), None
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, partial(unpack, plan.rank)):
