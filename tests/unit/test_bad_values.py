@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 from burst_bench import command as bench
@@ -125,17 +124,3 @@ def test_values_that_can_not_be(folder, capsys, command):
             if reported.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
                 assert reported.err.count("\n") == 1, reported.err
             assert {path.name for path in folder.iterdir()} == {"text.txt", "theirs"}, (flag, value)
-
-
-def test_every_flag_that_takes_a_value_is_tried(capsys):
-    named = {"timeline", "calibrate", "overwrite", "causal", "ignore-memory", "compile", "optimizer-offload"}
-    named |= {"help", "nproc-per-node"}  # those before: yes or no
-    choices = {"pack", "dtype", "engine", "layout", "route", "device", "circulate"}  # one of a list, by the parser
-    choices |= {"save-dtype", "optimizer", "schedule", "packing"}
-    for command in GIVEN:
-        outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
-        flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
-        tried = {flag for name in {command, "bench" if command == "cluster" else command} for flag, _ in bad(name)}
-        missing = {flag[2:].removeprefix("no-") for flag in flags - tried} - named - choices
-        assert len(flags) > 5
-        assert not missing, (command, missing)
