@@ -120,6 +120,21 @@ def test_unknown_scores_are_refused(change):
         own_attention._over_shards(module, plans, module.forward, (x, x, x, change), {})
 
 
+class Dropping(Biased):
+    """An attention with dropout of its weights, by a function."""
+
+    def forward(self, q, k, v):
+        weights = torch.nn.functional.softmax(torch.matmul(q, k.transpose(-1, -2)) / 2.0, dim=-1)
+        return torch.matmul(torch.nn.functional.dropout(weights, 0.5, training=True), v)
+
+
+def test_dropout_of_weights_is_refused():
+    module, x = Dropping(), torch.randn(2, 2, 8, 4)
+    hf.register()
+    with pytest.raises(ValueError, match=r"dropout=0\.5 of attention weights is not supported"):
+        own_attention._over_shards(module, own_attention.Plans.of(make_plan(8)), module.forward, (x, x, x), {})
+
+
 def test_parts_that_are_not_converted_are_refused():
     """By hand, without ``hf.parallelize``."""
     hf.register()
