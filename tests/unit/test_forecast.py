@@ -183,15 +183,15 @@ def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_pat
         assert step.total == pytest.approx(sum(true.values()), rel=0.02)
 
 
-@pytest.mark.parametrize("remat", ["none", "keep-attention", "layer"])
 @pytest.mark.parametrize(
-    ("kind", "dtype", "world", "tokens", "chunks"),
+    ("kind", "dtype", "world", "tokens", "chunks", "remat"),
     [
-        (LlamaConfig, torch.bfloat16, 4, 2048, 1),
-        (LlamaConfig, torch.bfloat16, 1, 2048, 4),
-        (LlamaConfig, torch.float32, 4, 8192, 2),
-        (Qwen3Config, torch.bfloat16, 4, 64, 1),
-        (Qwen2Config, torch.float32, 2, 96, 1),
+        (LlamaConfig, torch.bfloat16, 4, 2048, 1, "none"),
+        (LlamaConfig, torch.bfloat16, 1, 2048, 4, "layer"),
+        (LlamaConfig, torch.float32, 4, 2048, 2, "keep-attention"),
+        (Qwen3Config, torch.bfloat16, 4, 64, 1, "keep-attention"),
+        (Qwen3Config, torch.bfloat16, 4, 64, 1, "layer"),
+        (Qwen2Config, torch.float32, 2, 96, 1, "none"),
     ],
 )
 @pytest.mark.long
