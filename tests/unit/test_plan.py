@@ -343,11 +343,6 @@ def reported(edge) -> tuple:
     return edge.step, edge.key, edge.partial, edge.exact, edge.finished, edge.rows.count
 
 
-def nodes_of(world: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Return each rank's node; nodes are uneven, and their ranks need not be adjacent."""
-    return st.lists(st.integers(0, 2), min_size=world, max_size=world).map(tuple)
-
-
 @st.composite
 def cubes(draw) -> tuple[int, Cube, Groups]:
     """Return a world, and an assignment of its cells: by sequence groups, cached or not, or at random."""
@@ -364,9 +359,16 @@ def cubes(draw) -> tuple[int, Cube, Groups]:
     return ranks, heads(groups, inner), groups
 
 
-def check_programs(data, layout: Layout, mask: Mask, cube: Cube, groups: Groups, keys: Layout | None = None) -> None:
-    routes = ["direct"] if groups.chunks else ["direct", "nodes"] if groups.query > 1 else sorted(ROUTES)
-    over = dataclasses.replace(ROUTES[data.draw(st.sampled_from(routes))], nodes=data.draw(nodes_of(layout.world)))
+def check_programs(
+    route: str,
+    nodes: tuple[int, ...],
+    layout: Layout,
+    mask: Mask,
+    cube: Cube,
+    groups: Groups,
+    keys: Layout | None = None,
+) -> None:
+    over = dataclasses.replace(ROUTES[route], nodes=nodes)
     schedules = [Schedule(layout, mask, over, rank, keys=keys) for rank in range(layout.world)]
     for direction in Direction:
         simulation = Simulation(schedules, cube, direction, groups)
@@ -374,11 +376,30 @@ def check_programs(data, layout: Layout, mask: Mask, cube: Cube, groups: Groups,
         simulation.check(mask, direction)
 
 
+def draw_route(data, ranks: int, groups: Groups) -> tuple[str, tuple[int, ...]]:
+    """Return a route, and each rank's node; nodes are uneven, and their ranks need not be adjacent."""
+    routes = ["direct"] if groups.chunks else ["direct", "nodes"] if groups.query > 1 else sorted(ROUTES)
+    nodes = st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)
+    return data.draw(st.sampled_from(routes)), tuple(data.draw(nodes))
+
+
+def test_programs_bring_every_cell_home_once_whatever_rank_computes_it() -> None:
+    for seed in range(50):
+        dice = np.random.default_rng(seed)
+        count, ranks = [(2, 4), (2, 6), (1, 4), (1, 5)][seed % 4]
+        layout = Layout(str(dice.choice(["contiguous", "zigzag"])), int(dice.integers(4, 12)), ranks)
+        mask = [Mask(causal=False), Mask(), Mask(window=2), Mask(window=5)][dice.integers(4)]
+        owner, nodes = dice.integers(0, ranks, (count, ranks, ranks)), tuple(dice.integers(0, 2, ranks).tolist())
+        groups = Groups(count, int(dice.integers(1, count + 1)), chunks=int(dice.integers(1, 4)) if count > 1 else 0)
+        route = "direct" if count > 1 else "nodes"
+        check_programs(route, nodes, layout, mask, lambda i, j, group, owner=owner: owner[group, i, j], groups)
+
+
 @settings(max_examples=150, deadline=None)
 @given(worlds(most_tokens=16, most_ranks=1), cubes(), st.data())
 def test_programs_bring_every_cell_home_once(world: tuple[Layout, Mask], case: tuple[int, Cube, Groups], data) -> None:
     (layout, mask), (ranks, cube, groups) = world, case
-    check_programs(data, dataclasses.replace(layout, world=ranks), mask, cube, groups)
+    check_programs(*draw_route(data, ranks, groups), dataclasses.replace(layout, world=ranks), mask, cube, groups)
 
 
 @st.composite
@@ -395,7 +416,8 @@ def test_programs_bring_every_cell_of_two_layouts_home_once(case: tuple[int, Cub
     ranks, cube, groups = case
     layout = Layout(name, data.draw(st.integers(0, 14)), ranks, start=data.draw(st.integers(0, 24)))
     keys = data.draw(stretches(ranks, 12))
-    check_programs(data, layout, data.draw(masks(max(layout.stop, keys.stop))), cube, groups, keys)
+    mask = data.draw(masks(max(layout.stop, keys.stop)))
+    check_programs(*draw_route(data, ranks, groups), layout, mask, cube, groups, keys)
 
 
 @pytest.mark.parametrize(("world", "count"), [(6, 1), (6, 3), (8, 8)])
