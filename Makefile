@@ -14,17 +14,21 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 .PHONY: demo fast test test-all test-for test-slow check mutation docs wheel-check clean
 
 $(VENV)/.demo: $(PINS)
-	@echo "make: installing what training needs in $(VENV): 1 to 4 minutes"
+	@echo "make: installing what training needs in $(VENV): 1 to 4 minutes, most of it downloads"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "make: 1 of 2: without a GPU, PyTorch's build for the CPU, if its index can be reached"
 	@$(CPU_BUILD)
-	@$(PIP) --quiet -e . -e train
+	@echo "make: 2 of 2: everything else"
+	@$(PIP) -e . -e train
 	@touch $@
 
 $(VENV)/.ready: $(PINS)
 	@echo "make: installing everything in $(VENV): 2 to 10 minutes, most of it downloads"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "make: 1 of 2: without a GPU, PyTorch's build for the CPU, if its index can be reached"
 	@$(CPU_BUILD)
-	@$(PIP) --quiet -e '.[train,trainer,bench,test,docs]' -e train -e benchmarks
+	@echo "make: 2 of 2: everything else, about 100 packages"
+	@$(PIP) -e '.[train,trainer,bench,test,docs]' -e train -e benchmarks
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a small Llama on real long documents over 2 local ranks

@@ -196,7 +196,7 @@ def test_make_demo_says_what_it_does_and_how_long_that_takes(tmp_path):
     lines = made.stdout.splitlines()
     pips = [n for n, line in enumerate(lines) if line.startswith("python -m pip install")]
     (trains,) = [n for n, line in enumerate(lines) if line.startswith("burst train")]
-    assert len(pips) == 2 and not any("--quiet" in lines[n] or " -q" in lines[n] for n in pips)
-    assert "2 to 10 minutes" in lines[0] and all(f"make: {n} of 3" in made.stdout for n in (1, 2, 3))
+    assert pips and "--quiet" not in lines[pips[-1]], "downloads show that something happens"
+    assert "1 to 4 minutes" in lines[0] and all(f"make: {n} of 2" in made.stdout for n in (1, 2))
     assert all(lines[n - 1].startswith("make: ") for n in pips)
     assert "minutes" in "".join(lines[pips[-1] : trains])
