@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,7 +17,7 @@ if not torch.cuda.is_available():
 from burst_attention.testing import WorkerPool
 from tests.support.memory import poison_memory
 
-# Plans keep there what they measure. Tests neither read the user's files nor leave any.
+# Plans keep there what they measure; ranks of a pool share one folder. Tests neither read the user's files nor leave any.
 _CONFIG = tempfile.TemporaryDirectory(prefix="burst-config-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
@@ -49,6 +50,12 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
     yield get
     for pool in alive.values():
         pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_figures(request: pytest.FixtureRequest) -> None:
+    """Give each test a folder of measured figures: whichever test ran before, none are known."""
+    os.environ["XDG_CONFIG_HOME"] = f"{_CONFIG.name}/{zlib.crc32(request.node.nodeid.encode())}"
 
 
 @pytest.fixture(scope="session", autouse=True)
