@@ -38,7 +38,7 @@ demo: $(VENV)/.demo  ## train a small Llama on real long documents over 2 local 
 fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to run after every edit
 	$(PYTEST) -q tests/unit --ignore tests/unit/test_triton.py
 
-test: $(VENV)/.ready  ## the everyday suite: 8 minutes on two quiet cores
+test: $(VENV)/.ready  ## the everyday suite: about 10 minutes on two quiet cores
 	$(PYTEST)
 
 test-all: $(VENV)/.ready  ## the everyday suite and the long tests: what CI runs

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from burst_attention.testing import WorkerPool
 from tests.support.memory import poison_memory
 
-# Plans keep there what they measure; ranks of a pool share one folder. Tests neither read the user's files nor leave any.
+# Plans keep there what they measure; ranks of a pool share one folder. Tests neither read nor leave the user's files.
 _CONFIG = tempfile.TemporaryDirectory(prefix="burst-config-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
