@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
-from tests.distributed.test_hf_own import DecoratedForCausalLM
+from tests.distributed.test_hf_own import KINDS
 from tests.support.adapters import adapted
 from tests.support.hf_models import SMALL
 from tests.tools.families import is_ours
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[], Any], str | None]] = {
     "LoRA merged": (lambda: lora().merge_and_unload().requires_grad_(), None),
     "two LoRAs": (two_adapters, None),
     "two LoRAs, weighted": (weighted, None),
-    "LoRA on a subclass": (lambda: lora(llama(DecoratedForCausalLM)), None),
+    "LoRA on a subclass": (lambda: lora(llama(KINDS["decorated"]())), None),
     "LoRA with a focal loss": (lambda: lora(with_loss(focal)), None),
 }
 
