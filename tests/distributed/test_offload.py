@@ -81,7 +81,7 @@ class Failing(DiskStore):
 
 def fails(group: Any, folder: str, method: str, count: int) -> tuple[tuple[str, str], bool]:
     """What a step raises if a file of rank 1 is damaged, and whether the group works afterwards."""
-    plan = make_plan(SEQLEN, timeout=5, group=group)
+    plan = make_plan(SEQLEN, timeout=30, group=group)
     made = Failing(folder, method, count) if plan.rank == 1 else DiskStore(folder)
     reported = caught(gradient, plan, Offloading(made, agreement=plan.agreement))
     return reported, bool(gradient(plan, None).isfinite().all())
@@ -99,7 +99,7 @@ def test_a_failure_on_one_rank_raises_on_both(tmp_path, method: str, count: int)
 
 
 def folder_is_missing(group: Any, folder: str) -> tuple[str, str]:
-    plan = make_plan(SEQLEN, timeout=5, group=group)
+    plan = make_plan(SEQLEN, timeout=30, group=group)
     where = f"disk:{folder}/missing" if plan.rank == 1 else f"disk:{folder}"
 
     def run() -> None:
