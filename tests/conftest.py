@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from tests.support.memory import poison_memory
 # Plans keep there what they measure; ranks of a pool share one folder. Tests neither read nor leave the user's files.
 _CONFIG = tempfile.TemporaryDirectory(prefix="burst-config-")
 os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; the commands' tests send Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
 if not torch.cuda.is_available():  # on a GPU it would choose other algorithms, and block sizes, than calls do
     poison_memory()
@@ -29,6 +32,8 @@ PRELOAD = [
     "torch",
     "burst_attention.testing",
     "burst_attention.integrations.hf",
+    "burst_train.step.loop",
+    "matplotlib.figure",
     "transformers.models.llama.modeling_llama",
 ]
 

@@ -37,7 +37,7 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
+@pytest.mark.parametrize("task", ["attention", "train", pytest.param("prefill", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_what_is_counted_is_what_was_predicted(pools, task):
     ranks = pools(2).run(measure, replace(SMALL, task=task, dtype="float32", timeline=True))
@@ -243,7 +243,9 @@ def test_memory_is_of_one_engine_by_itself(pools):
         assert len(figures[0].seconds) == 1
 
 
-@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
+@pytest.mark.parametrize(
+    "task", ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in ("attention", "prefill"))]
+)
 @pytest.mark.long
 def test_the_command_writes_results_and_report(tmp_path, capsys, task):
     """And a row for each engine and length, the refused ones included."""

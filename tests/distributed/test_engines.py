@@ -26,7 +26,7 @@ from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from tests.support.training import config_of, losses, norms, write_corpus
 
-STEPS = 20
+STEPS = 8
 EVERY = [
     ("burst", "zigzag", 2, {}),
     ("ulysses", "auto", 2, {}),
@@ -34,10 +34,15 @@ EVERY = [
     *(
         pytest.param(*row, marks=pytest.mark.long)
         for row in (
-            ("burst", "striped", 4, {}),
             ("ring", "contiguous", 2, {}),
             ("usp", "auto", 4, {}),
             ("tensor", "auto", 2, {"accumulate": 2}),
+        )
+    ),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (
+            ("burst", "striped", 4, {}),
             ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
             ("single", "auto", 2, {"data_parallel": 2}),
         )
@@ -71,7 +76,7 @@ def test_every_engine_trains_as_a_single_rank(pools, corpus, tmp_path, expected,
     settings = {"engine": engine, "layout": layout, "seq_len": 96, "steps": STEPS, **changes}
     pools(world).run(train, config_of(corpus, tmp_path, **settings))
     right, right_norms = expected(changes.get("data_parallel", 1) * changes.get("accumulate", 1))
-    assert right[-1] < right[0] - 0.3, "it learns"
+    assert right[-1] < right[0] - 0.1, "it learns"
     assert losses(tmp_path) == pytest.approx(right, abs=1e-4)
     assert norms(tmp_path) == pytest.approx(right_norms, rel=1e-3)
 

@@ -280,7 +280,7 @@ def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
     assert json.loads(path.read_text())["results"][0]["perplexity"] == written.results[0].perplexity
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_evaluates_and_tells_what_is_refused(asked):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
     status, reported, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))

@@ -67,15 +67,20 @@ def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
     assert reported[-1] < reported[0] / 10
 
 
-@pytest.mark.parametrize("name", ["trainer.py", "sft_trl.py", "dpo_trl.py", "fsdp2.py", "lightning_module.py"])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("trainer.py", "fsdp2.py")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("sft_trl.py", "dpo_trl.py", "lightning_module.py")),
+    ],
+)
 def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name, tmp_path):
     reported = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
     assert len(reported) == 5
     assert reported[-1] < reported[0] - 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
     assert len(losses(run(EXAMPLES["fsdp2.py"], cwd=tmp_path))) == 5
 

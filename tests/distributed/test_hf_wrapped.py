@@ -81,7 +81,7 @@ def compiled(name, by_layer):
     return (losses[0], norm(model)), (expected.item(), norm(one)), losses[0] == losses[2]
 
 
-@pytest.mark.parametrize(("name", "by_layer"), [("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(("name", "by_layer"), [pytest.param("llama", False, marks=pytest.mark.slow), ("qwen3", True)])
 @pytest.mark.long
 def test_compiled(pools, name, by_layer):
     for got, wanted, same in pools(2).run(compiled, name, by_layer):

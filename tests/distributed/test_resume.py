@@ -90,7 +90,12 @@ def train_asked_at(config, step):
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    [(1, {}), (2, {}), (2, {"data_parallel": 2, "pack": "none"}), (2, {"packing": "balanced", "batch": 2})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (2, {}),
+        pytest.param(2, {"data_parallel": 2, "pack": "none"}, marks=pytest.mark.slow),
+        pytest.param(2, {"packing": "balanced", "batch": 2}, marks=pytest.mark.slow),
+    ],
     ids=["1 rank", "2 ranks", "2 groups", "balanced"],
 )
 def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(pools, corpus, tmp_path, world, changes):

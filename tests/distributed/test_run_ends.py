@@ -102,13 +102,12 @@ def train_full(config, failing, held_out):
 @pytest.mark.parametrize(
     ("failing", "keep", "held_out", "missing", "saved"),
     [
-        ({2}, 1, [], [], [4]),
-        ({2}, 2, [], [2], [4]),
-        ({4}, 1, [], [4], [2]),
-        ({2}, 1, [9.0, 1.0, 2.0, 1.5], [2], [4]),  # it did best
-        ({2}, 1, [9.0, 1.0, 2.0, 0.5], [], [4]),
+        pytest.param({2}, 1, [], [], [4], id="replaced by a later one", marks=pytest.mark.slow),
+        pytest.param({2}, 2, [], [2], [4], id="one of two kept"),
+        pytest.param({4}, 1, [], [4], [2], id="the last", marks=pytest.mark.slow),
+        pytest.param({2}, 1, [9.0, 1.0, 2.0, 1.5], [2], [4], id="the best"),
+        pytest.param({2}, 1, [9.0, 1.0, 2.0, 0.5], [], [4], id="a better one later", marks=pytest.mark.slow),
     ],
-    ids=["replaced by a later one", "one of two kept", "the last", "the best", "a better one later"],
 )
 @pytest.mark.long
 def test_missing_are_checkpoints_that_the_run_would_hold(
@@ -317,8 +316,7 @@ def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_pat
     assert all(f"{name_of(step)}: shard-00001" in last for step in (2, 3)) and "is truncated: 100 bytes" in last
     assert last.endswith("Give --overwrite instead of --resume to start the run again")
     assert "to resume" not in reported and "newest checkpoint" not in reported, reported
-    again = ["--ranks", "1", "--steps", "2", "--overwrite"]
-    assert outcome_of(command(corpus, tmp_path, *again))[0] == 0
+    pools(1).run(train, replace(config, run=replace(config.run, overwrite=True)))
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ def survivors(points, seed, *worlds):
     return result.returncode, result.stdout + result.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_that_are_disturbed_four_times_end_with_the_same_bits():
     status, reported = survivors(4, 0, "2")
     assert status == 0 and "4 of 4 disturbances left the weights" in reported, reported

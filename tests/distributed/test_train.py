@@ -53,7 +53,7 @@ def relative(x, y):
 
 
 def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
-    runs = [(1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "contiguous"), (2, "striped")]
+    runs = [(1, "zigzag"), (2, "zigzag"), (3, "striped")]
     for world, layout in runs:
         pools(world).run(train, config_of(corpus, tmp_path / f"{world}-{layout}", layout=layout, steps=6))
     expected = losses(tmp_path / "1-zigzag")
@@ -65,7 +65,7 @@ def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
         assert norms(folder) == pytest.approx(norms(tmp_path / "1-zigzag"), rel=1e-4), folder
 
 
-@pytest.mark.parametrize("pack", ["documents", "none"])
+@pytest.mark.parametrize("pack", ["documents", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_groups_equal_accumulation_steps(pools, corpus, tmp_path, pack):
     shared = {"dtype": "float64", "pack": pack, "lr": 1e-3, "eps": 1e-5}
@@ -116,8 +116,7 @@ def one_device(model, sequences):
     [
         (1, {"accumulate": 3}),
         (2, {"accumulate": 2}),
-        (2, {"data_parallel": 2, "accumulate": 2}),
-        (4, {"data_parallel": 2}),
+        (4, {"data_parallel": 2, "accumulate": 2}),
         (4, {"packing": "balanced", "batch": 2, "accumulate": 2}),
         (4, {"packing": "balanced", "batch": 3, "pack": "none"}),
     ],

@@ -72,14 +72,13 @@ def assert_same(folder, expected):
 @pytest.mark.parametrize(
     ("model", "world", "changes"),
     [
-        ("tiny", 4, {}),
-        ("tiny", 3, {"batch": 2}),
-        ("window", 3, {"batch": 2}),
-        ("some windows", 3, {}),
+        pytest.param("tiny", 4, {}, marks=pytest.mark.slow),
+        pytest.param("tiny", 3, {"batch": 2}, marks=pytest.mark.slow),
+        pytest.param("window", 3, {"batch": 2}, marks=pytest.mark.long),
+        pytest.param("some windows", 3, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.long
 def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, model, world, changes):
     """With two sequences at a time, a step accumulates two micro-steps. The sequences don't fill three ranks evenly."""
     own, expected = one_process(model)
@@ -94,7 +93,7 @@ def test_a_resumed_run_is_the_run_of_one_process(pools, corpus, one_process, tmp
     """It goes on over other ranks, by other packing and by another number of sequences at a time."""
     _, expected = one_process("tiny")
     shared = SHARED | {"save_every": "1", "keep": 1}
-    places = [(4, BALANCED), (2, BALANCED), (3, BALANCED | {"batch": 2}), (2, {}), (2, BALANCED), (1, BALANCED)]
+    places = [(2, BALANCED), (3, BALANCED | {"batch": 2}), (2, {}), (1, BALANCED)]
     for step, (world, changes) in enumerate(places, start=1):
         resume = {"resume": "newest"} if step > 1 else {}
         config = config_of(corpus, tmp_path / "run", **shared, **changes, **resume)

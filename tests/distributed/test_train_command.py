@@ -64,7 +64,7 @@ def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
 
 
-@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 75)])
+@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), pytest.param("launcher", 75, marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, status):
     process = start("-m", "burst_attention.cli", *command(corpus, tmp_path, "--ranks", "2", "--steps", "100000"))
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(co
     assert reported.splitlines()[-1] == last, reported
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     shared = command(corpus, tmp_path, "--ranks", "1", "--steps", "100000", "--deadline", "4")
     process = start("-m", "burst_attention.cli", *shared)

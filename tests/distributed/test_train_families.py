@@ -20,6 +20,7 @@ from .test_train import one_device
 
 HYBRIDS = ("bamba", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "qwen3_next", "zamba2")
 OF_THIS_YEAR = ("gemma2", "gpt_oss", "qwen3_5_text")
+EACH_KIND = ("deepseek_v2", "gemma2", "gpt_oss", "llama4_text", "mamba2", "qwen3_5_text")
 FAMILIES = (
     *HYBRIDS,
     "cohere2",
@@ -55,11 +56,13 @@ def folder_of(model_type: str, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(each, marks=pytest.mark.long if each in EACH_KIND else pytest.mark.slow) for each in FAMILIES],
+)
 def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type):
     source = folder_of(model_type, tmp_path / "source")
-    steps = 20 if model_type in OF_THIS_YEAR else 3
+    steps = 6 if model_type in OF_THIS_YEAR else 3
     config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", lr=1e-3, steps=steps, seq_len=61)
     check_run(config, 2)
     pools(2).run(train, config)

@@ -93,7 +93,9 @@ def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp
     assert adapted == pytest.approx(summary.held_out_loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gpt_oss"))]
+)
 @pytest.mark.long
 def test_other_mechanisms_take_adapters(pools, corpus, tmp_path, model_type):
     source = folder_of(model_type, tmp_path / "source")

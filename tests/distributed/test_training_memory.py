@@ -139,7 +139,10 @@ def hold(config, expected, world):
     print(f"{expected / 2**20:.1f} MiB predicted, {ratios}")
 
 
-@pytest.mark.parametrize(("world", "remat"), [(1, "none"), (2, "layer"), (2, "keep-attention")])
+@pytest.mark.parametrize(
+    ("world", "remat"),
+    [(2, "layer"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "none"), (2, "keep-attention")))],
+)
 @pytest.mark.long
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path, world, remat):
     """Heads stay whole: rates decide whether they are split, and a prediction doesn't know measured ones."""
@@ -149,7 +152,13 @@ def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path
     assert most == pytest.approx(predicted(model, length, world, how=whole, remat=remat), rel=0.1)
 
 
-@pytest.mark.parametrize(("kv_heads", "remat"), [(4, "none"), (4, "keep-attention"), (1, "keep-attention")])
+@pytest.mark.parametrize(
+    ("kv_heads", "remat"),
+    [
+        (4, "keep-attention"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "none"), (1, "keep-attention"))),
+    ],
+)
 @pytest.mark.long
 def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat, kv_heads):
     """With head groups, the slice replaces q, k and v; under keep-attention it adds to the layer's input and out."""
@@ -172,7 +181,10 @@ def tailed(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(("world", "remat"), [(2, "none"), (4, "layer"), (4, "keep-attention")])
+@pytest.mark.parametrize(
+    ("world", "remat"),
+    [(2, "none"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "layer"), (4, "keep-attention")))],
+)
 @pytest.mark.long
 def test_the_fullest_rank_of_a_balanced_row_is_predicted(pools, tailed, model, tmp_path, world, remat):
     """No step may need more than the prediction, which is for a rank that is as full as the layout allows."""
@@ -194,7 +206,7 @@ def test_a_balanced_row_counts_as_full_as_it_may_be(model):
     assert balanced == predicted(model, world * most_tokens(row, world), world, batch=1, how=whole) > 1.02 * even
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_a_hybrids_tensors_are_as_predicted(corpus, pools, tmp_path, model_type):
     folder = folder_of(model_type, tmp_path / "model", max_position_embeddings=500)
@@ -234,6 +246,7 @@ def test_the_peak_in_chunks_of_heads_is_as_predicted(corpus, tmp_path, world, of
     hold(config, predicted(str(folder), 300 * world, world, batch=64, **flags), world)
 
 
+@pytest.mark.slow
 def test_each_flag_lowers_the_prediction(model):
     plain, layer, pieces, keep = (
         predicted(model, 8192, 2, **flags)

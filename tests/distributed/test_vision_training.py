@@ -92,7 +92,7 @@ def trained(family, folder, ours, contexts):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "contexts"), [("gemma3", 1), ("qwen2_5_vl", 2)])
+@pytest.mark.parametrize(("family", "contexts"), [pytest.param("gemma3", 1, marks=pytest.mark.slow), ("qwen2_5_vl", 2)])
 def test_trainer(sides, pools, tmp_path, family, contexts):
     expected = sides.alone.submit(trained, family, str(tmp_path / "alone"), False, contexts).result()
     assert len(expected) == STEPS + 1

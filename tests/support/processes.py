@@ -8,9 +8,13 @@ from pathlib import Path
 
 
 def workers_of(pid):
-    """The processes that ``pid`` spawned, in the order of their ranks."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    """The ranks of a launcher, in their order: its fork server's children."""
+    servers = [child for child in _children(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [int(child) for server in servers for child in _children(server)]
+
+
+def _children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def is_alive(pid):

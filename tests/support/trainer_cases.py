@@ -58,11 +58,8 @@ _PACKED = {"packing": True, "max_length": 64}
 _DTYPES = {"gpt_oss": {"dtype": torch.float64}}  # in fp32 a rounding sends a token to another expert at step 6
 FAMILIES = ("gemma2", "gpt_oss", "qwen3_5_text")
 IN_CI = (
-    "data 2 x context 2",
-    "iterable",
     "memory, fsdp2",
     "sft packed",
-    "dpo",
     "grpo, data 2 x context 2",
     "lightning",
 )

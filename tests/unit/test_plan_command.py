@@ -47,14 +47,16 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     assert "every figure here is a prediction" in out
 
 
+@pytest.mark.long
 def test_a_last_node_with_fewer_ranks_is_named(capsys: Any) -> None:
     out = reported(capsys, "--model", "llama-3-8b", "--seq-len", "64K", "--ranks", "12")
     assert "--nnodes 2 --nproc-per-node 8 " in out and "runs/mine  # on the last node: --nproc-per-node 4" in out
 
 
 def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
-    assert "128K tokens" in reported(capsys, "--seq-len", "128K", "--ranks", "8")
-    assert "1,000,000 tokens" in reported(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")
+    small = ["--ranks", "2", "--q-heads", "8", "--layers", "2"]
+    assert "128K tokens" in reported(capsys, "--seq-len", "128K", *small)
+    assert "1,000,000 tokens" in reported(capsys, "--seq-len=1000000", *small, "--window", "4K")
 
 
 def test_other_commands_read_them_too(tmp_path: Any) -> None:
@@ -114,6 +116,7 @@ def test_what_does_not_fit_is_reported_with_what_would(capsys: Any) -> None:
     assert "It does not fit" in out and "Recommended" not in out
 
 
+@pytest.mark.long
 def test_advice_is_not_what_was_done_already(capsys: Any) -> None:
     asked = ["--seq-len", "8M", "--ranks", "8"]
     assert "Use more ranks, the options below or a shorter --seq-len." in reported(capsys, *asked)
@@ -165,6 +168,7 @@ def test_a_faster_engine_within_the_tolerance_is_named() -> None:
     assert verdict(asked, [engine("burst", 1.03), engine("ulysses", 1.0)]).startswith("Recommended: ulysses")
 
 
+@pytest.mark.long
 def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = reported(capsys, "--seq-len", "128K", "--ranks", "8")
@@ -174,6 +178,7 @@ def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.Mon
     assert {"burst", "burst as published", "ring", "ulysses", "usp", "tensor-sequence"} <= set(names)
 
 
+@pytest.mark.long
 def test_speed_is_reported_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
     written = tmp_path / "plan.json"
     out = reported(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
@@ -186,7 +191,7 @@ def test_speed_is_reported_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_p
 
 
 def test_a_b200_is_known(capsys: Any) -> None:
-    assert main(["plan", "--hardware", "b200-hgx", "--seq-len", "128K", "--ranks", "8"]) == 0
+    assert main(["plan", "--hardware", "b200-hgx", "--seq-len", "128K", "--ranks", "2", "--q-heads", "8"]) == 0
     out = capsys.readouterr().out
     assert "2.25 PFLOP/s" in out and "180 GB" in out
 

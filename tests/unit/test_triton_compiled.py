@@ -34,7 +34,7 @@ for name in ("forward", "backward_queries", "backward_keys"):
 """
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", ["90", pytest.param("80", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_programs_compile(tmp_path, capability) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

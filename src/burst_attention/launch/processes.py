@@ -28,6 +28,8 @@ def watch(process: int) -> None:
 
     A thread waits for the end, so a call that holds the interpreter's lock delays it.
     """
+    if sys.platform != "linux":
+        return
     descriptor = os.pidfd_open(process)
 
     def wait() -> None:
