@@ -160,7 +160,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     prepare()
-    context = multiprocessing.get_context("forkserver" if _forks() else "spawn")
+    forked, spawned = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+    make: Callable[..., BaseProcess] = forked.Process if _forks() else spawned.Process
     processes: list[BaseProcess] = []
     forwarded: list[int] = []
     kills = kills_for_memory()
@@ -189,7 +190,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
                     arguments,
                     patient,
                 )
-                processes.append(context.Process(target=_worker, args=given, name=f"rank {rank}"))
+                processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
                 processes[-1].start()
             failures = _wait_for_all(processes, Path(folder), kills)
             if not failures:
