@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.processes import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
 PAPER = EXAMPLES["burst_attention_in_80_lines.py"]
-AS_RANKS = ROOT / "tests" / "support" / "as_ranks.py"
 BLOCKS = {
     f"{page.stem} {n}": block
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -52,7 +53,7 @@ def test_the_papers_algorithm_in_plain_torch_is_dense_attention(world, tmp_path)
     source = PAPER.read_text("utf-8")
     assert not re.search(r"^\s*(from|import) burst", source, re.M)
     assert sum(bool(line.strip()) for line in source.split('"""', 2)[2].splitlines()) <= 80
-    printed = run(AS_RANKS, str(world), PAPER, cwd=tmp_path)
+    printed = run_script([PAPER], tmp_path, ranks=world, job=True)
     found = re.findall(rf"^rank (\d) of {world}: (\w+) differs by (\S+)$", printed, re.M)
     assert sorted(each[:2] for each in found) == [
         (str(rank), name) for rank in range(world) for name in ("dk", "dq", "dv", "out")
@@ -62,7 +63,7 @@ def test_the_papers_algorithm_in_plain_torch_is_dense_attention(world, tmp_path)
 
 @pytest.mark.long
 def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
-    reported = losses(run(EXAMPLES["train_loop.py"], cwd=tmp_path))
+    reported = losses(run_script([EXAMPLES["train_loop.py"]], tmp_path))
     assert len(reported) == 10
     assert reported[-1] < reported[0] / 10
 
@@ -75,7 +76,7 @@ def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
     ],
 )
 def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name, tmp_path):
-    reported = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
+    reported = losses(run_script([EXAMPLES[name]], tmp_path, ranks=2))
     assert len(reported) == 5
     assert reported[-1] < reported[0] - 0.1
 
@@ -85,7 +86,7 @@ def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
     assert len(losses(run(EXAMPLES["fsdp2.py"], cwd=tmp_path))) == 5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cache_of_two_ranks_is_continued_on_three(tmp_path):
     printed = run(EXAMPLES["generate.py"], cwd=tmp_path)
     assert re.findall(r"^(\d) ranks, (\w+) cache: \[\d", printed, re.M) == [("2", "new"), ("3", "loaded")]
@@ -95,9 +96,9 @@ def test_a_cache_of_two_ranks_is_continued_on_three(tmp_path):
 def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
     script = EXAMPLES["finetune_hf.py"]
     folder = runpy.run_path(str(script))["tiny_llama"](tmp_path / "folder")
-    alone = losses(run(script, "--out", tmp_path / "alone", "--steps", "3", cwd=tmp_path))
+    alone = losses(run_script([script, "--out", tmp_path / "alone", "--steps", "3"], tmp_path))
     given = ("--model", folder, "--out", tmp_path / "two", "--steps", "3")
-    assert losses(run(AS_RANKS, "2", script, *given, cwd=tmp_path)) == pytest.approx(alone, abs=2e-3)
+    assert losses(run_script([script, *given], tmp_path, ranks=2)) == pytest.approx(alone, abs=2e-3)
     assert len(alone) == 3
     assert alone[0] > alone[1] > alone[2]
     first, one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("folder", "alone", "two"))
@@ -115,5 +116,5 @@ def test_code_in_the_pages_stands_by_itself(block, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(block, "utf-8")
     ranks = 2 if "under torchrun" in block else 1
-    printed = run(*([AS_RANKS, ranks] if ranks > 1 else []), script, cwd=tmp_path)
+    printed = run_script([script], tmp_path, ranks=ranks)
     assert printed.count("Plan(rank") == (ranks if re.search(r"print\(plan[,)]", block) else 0)

@@ -27,6 +27,7 @@ from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
 from transformers import AutoConfig
 
+from burst_attention import cli
 from burst_attention.launch.join import join
 from burst_attention.launch.local import RefusedError
 from burst_attention.testing import WorkerError
@@ -63,6 +64,13 @@ def summary_of(out):
 
 def metrics_of(out, name):
     return [json.loads(line)[name] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome_here(words, capsys):
+    """The same in this process, for commands that only the launcher answers."""
+    capsys.readouterr()
+    status = cli.main(words)
+    return status, "".join(capsys.readouterr())
 
 
 # A full disk
@@ -239,7 +247,7 @@ def finished(pools, corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.long
-def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, finished, named):
+def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, finished, capsys, named):
     before = (finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
     resume = str(finished / "checkpoints" / name_of(SCHEDULE)) if named else "newest"
     config = config_of(corpus, finished, steps=SCHEDULE, resume=resume)
@@ -247,7 +255,7 @@ def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, fini
         WorkerError, match=r"holds a finished run, and --steps 6 leaves no step after step 6; its model"
     ):
         pools(1).run(train, config)
-    status, reported = outcome_of(["train", "--out", str(finished), "--resume", *([resume] if named else [])])
+    status, reported = outcome_here(["train", "--out", str(finished), "--resume", *([resume] if named else [])], capsys)
     assert status == 2 and "holds a finished run" in reported and reported.count("\n") == 1, reported
     assert before == ((finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes())
 
@@ -304,13 +312,13 @@ def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes,
 
 
 @pytest.mark.long
-def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_path):
+def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_path, capsys):
     config = config_of(corpus, tmp_path, save_every="2")
     assert pools(1).run(end_at, config, 3, {}) == [75]
     assert steps_saved(tmp_path) == [2, 3]
     for folder in list_checkpoints(tmp_path):
         os.truncate(next(folder.glob("shard-*")), 100)
-    status, reported = outcome_of(["train", "--out", str(tmp_path), "--resume"])
+    status, reported = outcome_here(["train", "--out", str(tmp_path), "--resume"], capsys)
     assert status != 0
     last = reported.splitlines()[-1]
     assert all(f"{name_of(step)}: shard-00001" in last for step in (2, 3)) and "is truncated: 100 bytes" in last
@@ -320,11 +328,11 @@ def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_pat
 
 
 @pytest.mark.long
-def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_path):
+def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_path, capsys):
     assert pools(1).run(end_at, config_of(corpus, tmp_path, save_every="2"), 3, {}) == [75]
     for folder in list_checkpoints(tmp_path):
         (folder / "state.json").write_text("{}")
-    status, reported = outcome_of(["train", "--out", str(tmp_path), "--resume"])
+    status, reported = outcome_here(["train", "--out", str(tmp_path), "--resume"], capsys)
     assert status == 2 and reported.count("\n") == 1, reported
     assert all(f"{name_of(step)}: state.json is damaged" in reported for step in (2, 3))
     assert reported.endswith("Give --overwrite instead of --resume to start the run again\n")

@@ -107,7 +107,7 @@ def step_until_reported(config):
 
 
 def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus, tmp_path):
-    first, second = pools(2).run(step_until_reported, config_of(corpus, tmp_path / "reported", step_timeout=1.5))
+    first, second = pools(2).run(step_until_reported, config_of(corpus, tmp_path / "reported", step_timeout=5.0))
     assert first[0].startswith("rank 0: step 1 has taken ") and "it has been in its forward phase" in first[0]
     assert second[0].startswith("rank 1: step 1 has taken ") and "it has been in its data phase" in second[0]
     assert first[1:] == ["step 1: behind: rank 1, in the data phase; others are in the forward phase"]
