@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations.hf import seam_masks
@@ -167,3 +168,13 @@ def test_groups_of_joined_rows_have_different_numbers():
     assert joined.tolist() == [0, 0, -1, 1, -1, 2, 2, -1, -1, -1, -1, -1]
     assert TokenGroups.of(joined).reach == 2
     assert seam_masks._numbers(groups[:1], rows).tolist() == [0, 0, -1, 1]
+
+
+def test_no_value_is_read_alone():
+    """On a GPU, the host would wait for each: decisions are made on one copy of the batch."""
+    batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    batch |= {"position_ids": torch.tensor([*range(5), *range(7)]).expand(2, 12), "seq_idx": torch.zeros(2, 12).int()}
+    batch["seq_idx"][:, 5:] = 1
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        assert rows_of(batch, ranks=2).cu_seqlens == (0, 5, 12)
+    assert not any(event.name == "aten::_local_scalar_dense" for event in seen.events())

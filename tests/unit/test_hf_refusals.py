@@ -12,6 +12,7 @@ from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import parts
 from burst_attention.integrations.hf.checks import MaskRequest
 from tests.support.hf_models import (
     DOCUMENTS,
@@ -249,3 +250,34 @@ REFUSED_BATCHES = {
 def test_refused_batches(message):
     with pytest.raises((TypeError, ValueError), match=message):
         hf.shard_batch(REFUSED_BATCHES[message], make_plan(SEQLEN))
+
+
+def test_whatever_the_checks_of_parts_depend_on_changes_their_state():
+    """The checks run again only if the state of the parts changed."""
+    model = make_model("llama").train()
+    layer, rates = model.model.layers[0], parts.rates_of(model)
+
+    def state():
+        return parts.state_of(model, rates)
+
+    def expect(changed):
+        nonlocal before
+        assert (before != state()) == changed
+        before = state()
+
+    before = state()
+    expect(False)
+    for change in (
+        lambda: setattr(layer.self_attn, "attention_dropout", 0.1),
+        lambda: layer.mlp.register_forward_hook(lambda *_: None),
+        lambda: setattr(layer.mlp, "forward", lambda x: x),
+        lambda: layer.input_layernorm.eval(),
+        lambda: setattr(layer, "hidden_dropout", 0.1),
+        lambda: setattr(layer, "mlp", torch.compile(layer.mlp)),
+        lambda: model.gradient_checkpointing_enable(),
+    ):
+        change()
+        expect(True)
+    vars(layer)["jitter"] = vars(layer).pop("hidden_dropout")  # as many attributes as before
+    expect(True)
+    expect(False)

@@ -263,7 +263,7 @@ class _Context:
     absolute: bool  # whether absolute positions matter, not only distances
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
-    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list, init=False)  # of parts, at the last check
+    rates: list[tuple[nn.Module, str]] = field(default_factory=list, init=False)  # of parts, at the last check
     found_right: Any = field(default=None, init=False)  # the state of the parts then
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
