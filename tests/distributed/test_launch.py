@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -113,3 +115,20 @@ def test_signals_that_come_again_do_not_keep_ranks_from_being_ended(capfd, numbe
     assert launch("burst x", tell_the_launcher, number, ranks=1) == 128 + number
     assert signal.getsignal(number) == handler
     assert "Traceback" not in capfd.readouterr().err
+
+
+POOL = """
+import signal
+from burst_attention.launch.local import prepare
+from burst_attention.testing import WorkerPool
+
+if __name__ == "__main__":
+    prepare("torch")  # as a command does
+    with WorkerPool(1) as pool:
+        print(pool.run(signal.pthread_sigmask, signal.SIG_BLOCK, ()))
+"""
+
+
+def test_ranks_of_a_pool_hear_signals_though_their_server_must_not():
+    printed = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
+    assert printed.stdout == "[set()]\n", printed

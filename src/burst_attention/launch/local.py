@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from .memory import kills_for_memory, why_killed
-from .processes import INTERRUPTED, UNSAVED, end_with, watch
+from .processes import ENDING, INTERRUPTED, UNSAVED, end_with, watch
 
 GRACE = 1.5  # seconds that ranks have to exit after a failure, and again after SIGTERM
-_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def started_by_torchrun() -> bool:
@@ -94,7 +93,7 @@ def prepare(*modules: str) -> None:
     # A signal to the whole group must not end the server before its ranks have saved. They inherit the blocked signals,
     # and get them once they can handle them.
     resource_tracker.ensure_running()  # the server needs it, and starting it unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -329,7 +328,7 @@ def _worker(
     # Python's own handler waits for the running call, which may be an exchange with a dead rank. A terminal sends
     # Ctrl-C to all processes; a patient launcher forwards it as SIGTERM, so its ranks ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     if os.getppid() == parent:
         end_with(parent)
     else:
