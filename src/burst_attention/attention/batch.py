@@ -180,8 +180,21 @@ def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
     """Return what ranks compare before they compute on a batch: its documents, and a digest of each tensor."""
     if plan.world == 1:
         return {}
-    digests = {f"the digest of {name}": None if x is None else digest_of(x) for name, x in tensors.items()}
+    here = on_host({name: x for name, x in tensors.items() if x is not None})
+    digests = {f"the digest of {name}": digest_of(here[name]) if name in here else None for name in tensors}
     return {"documents": plan.schedule.description["mask"], **digests}
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors on the CPU; a GPU's integers and flags as int64, copied together: the host waits once."""
+    away = [name for name, x in tensors.items() if x.device.type != "cpu" and not x.is_floating_point()]
+    here = {name: x.detach().cpu() for name, x in tensors.items() if name not in away}
+    if away:
+        first = tensors[away[0]].device
+        together = torch.cat([tensors[name].flatten().long().to(first) for name in away]).cpu()
+        parts = together.split([tensors[name].numel() for name in away])
+        here |= {name: part.view(tensors[name].shape) for name, part in zip(away, parts, strict=True)}
+    return here
 
 
 def digest_of(x: torch.Tensor) -> str:

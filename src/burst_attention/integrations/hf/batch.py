@@ -4,6 +4,8 @@ Batches describe documents and padding in several ways: positions that restart, 
 in ``attention_mask``. All of them become documents of one mask. If rows differ in their documents, they are
 concatenated into one row. Padding moves behind the tokens, where no causal query sees it. Under a mask that is not
 causal, a row's padding becomes a document.
+
+What to do follows from one copy of the batch on the host, so that it waits for a GPU once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from burst_attention.attention.batch import Plans, Reach
+from burst_attention.attention.batch import Plans, Reach, on_host
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.mask import Mask
@@ -92,17 +94,20 @@ def rows_of(
         raise ValueError("input_ids are missing; pass token ids [batch, sequence] (inputs_embeds are not supported)")
     if ids.dim() != 2 or 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}; pass [batch, sequence], at least one token")
-    real, padding = _padding(batch, ids)
-    targets = _targets(batch, ids, real)
-    starts = _starts(batch, ids, real)
+    host = _on_host(batch, ids)
+    seen, before = _padding(host)
+    real, padding = (None if x is None else torch.from_numpy(x).to(ids.device) for x in (seen, before))
+    targets = _targets(batch, host, seen)
+    starts = _starts(batch, host, ids, seen)
     batch_size, length = ids.shape
-    starts = _in_front(starts, padding)
-    if real is not None and not causal:
-        starts = _before_padding(starts, real)
+    if starts is not None and before is not None:
+        starts = np.take_along_axis(starts, (np.arange(length) + before[:, None]) % length, 1)
+    if seen is not None and not causal:
+        starts = _before_padding(starts, seen)
     join = join and batch_size > 1
     joined = join and starts is None
     if joined:
-        starts = torch.zeros_like(ids, dtype=torch.bool)
+        starts = np.zeros(ids.shape, bool)
     rows, cu_seqlens = _one_mask(starts, (batch_size, length), join=join)
     tokens = batch_size * length // rows
     more = max(0, ranks - tokens)
@@ -118,7 +123,7 @@ def rows_of(
         if value is not None:
             also[name] = arranged(value, 0)
     targets = None if targets is None else arranged(targets, IGNORED)
-    shifted = _shifted(batch, ids, padding)
+    shifted = _shifted(host, before)
     return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, also, joined)
 
 
@@ -177,20 +182,29 @@ def _like(batch: Mapping[str, Any], name: str, ids: torch.Tensor, *, rows: bool 
     return value.expand(ids.shape)
 
 
-def _padding(batch: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (bool [B, S], True for real tokens; int64 [B], padding before them); None where there is no padding."""
+def _on_host(batch: Mapping[str, Any], ids: torch.Tensor) -> dict[str, np.ndarray]:
+    """Return the entries that decide what the rows are, copied together. ``attention_mask`` is bool."""
     mask = batch.get("attention_mask")
-    if mask is None:
-        return None, None
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
         raise _mask_refusal(what)
-    real = mask != 0
-    if real.all():
+    given = {"attention_mask": None if mask is None else mask != 0}
+    given |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
+    given |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
+    given |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    here = on_host({name: x for name, x in given.items() if x is not None})
+    return {name: x.numpy().astype(bool if name == "attention_mask" else np.int64) for name, x in here.items()}
+
+
+def _padding(host: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return (bool [B, S], True for real tokens; int64 [B], padding before them); None where there is no padding."""
+    real = host.get("attention_mask")
+    if real is None or real.all():
         return None, None
-    before = (real.cumsum(1) == 0).sum(1)
-    behind = (real.flip(1).cumsum(1) == 0).sum(1)
-    if not (real.sum(1) == (real.shape[1] - before - behind).clamp(min=0)).all():
+    empty = ~real.any(1)
+    before = np.where(empty, real.shape[1], real.argmax(1))
+    behind = np.where(empty, real.shape[1], real[:, ::-1].argmax(1))
+    if (real.sum(1) != (real.shape[1] - before - behind).clip(min=0)).any():
         raise _mask_refusal("with zeros between tokens")
     return real, before if before.any() else None
 
@@ -202,16 +216,17 @@ def _mask_refusal(what: str) -> ValueError:
     )
 
 
-def _targets(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor | None:
-    labels, shifted = _like(batch, "labels", ids), _like(batch, "shift_labels", ids)
-    if shifted is not None:
-        targets = shifted
-    elif labels is not None:
-        targets = torch.full_like(labels, IGNORED)
-        targets[:, :-1] = labels[:, 1:]
+def _targets(batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None) -> torch.Tensor | None:
+    if "shift_labels" in host:
+        targets: torch.Tensor = batch["shift_labels"]
+        values = host["shift_labels"]
+    elif "labels" in host:
+        targets = torch.full_like(batch["labels"], IGNORED)
+        targets[:, :-1] = batch["labels"][:, 1:]
+        values = np.pad(host["labels"][:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     else:
         return None
-    if real is not None and (targets[~real] != IGNORED).any():
+    if real is not None and (values[~real] != IGNORED).any():
         raise ValueError(
             f"labels has targets for padding tokens (zeros in attention_mask); set the labels of padding and of the "
             f"first token behind padding to {IGNORED}, because no real token precedes and predicts them"
@@ -219,30 +234,29 @@ def _targets(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | N
     return targets
 
 
-def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor | None:
+def _starts(
+    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], ids: torch.Tensor, real: np.ndarray | None
+) -> np.ndarray | None:
     """Return bool [B, S], True where a document begins inside a row; None if no row has a second document.
 
     Raises:
         ValueError: two entries describe different documents.
     """
     said = {}
-    positions = _like(batch, "position_ids", ids, rows=True)
-    if positions is not None:
-        said["position_ids"] = _restarts(positions, real)
+    if "position_ids" in host:
+        said["position_ids"] = _restarts(host["position_ids"], real)
     for name in ("seq_idx", "sequence_ids"):
-        sequence = _like(batch, name, ids, rows=True)
-        if sequence is not None:
-            said[name] = _inside(sequence[:, 1:] != sequence[:, :-1], real)
+        if name in host:
+            said[name] = _inside(host[name][:, 1:] != host[name][:, :-1], real)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        borders = _tensor(batch, name)
-        if borders is not None:
-            said[name] = _at(borders, name, ids)
+        if name in host:
+            said[name] = _at(host[name], name, (ids.shape[0], ids.shape[1]))
     # Positions that never restart don't contradict other entries: rotary angles within documents stay the same.
-    if len(said) > 1 and not said.get("position_ids", torch.ones(1)).any():
+    if len(said) > 1 and "position_ids" in said and not said["position_ids"].any():
         del said["position_ids"]
     names, starts = list(said), list(said.values())
     for name, other in zip(names[1:], starts[1:], strict=True):
-        if not torch.equal(starts[0], other):
+        if not np.array_equal(starts[0], other):
             raise ValueError(
                 f"{names[0]} and {name} describe different documents; pass one of them, or make them equal"
             )
@@ -256,19 +270,20 @@ def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | No
     return starts[0]
 
 
-def _shifted(batch: Mapping[str, Any], ids: torch.Tensor, padding: torch.Tensor | None) -> bool:
-    positions = _like(batch, "position_ids", ids, rows=True)
+def _shifted(host: Mapping[str, np.ndarray], before: np.ndarray | None) -> bool:
+    positions = host.get("position_ids")
     if positions is None:
-        return padding is not None
-    return bool((_in_front(positions, padding)[:, 0] != 0).any())
+        return before is not None
+    first = 0 if before is None else before % positions.shape[1]
+    return bool(positions[np.arange(len(positions)), first].any())
 
 
-def _restarts(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def _restarts(positions: np.ndarray, real: np.ndarray | None) -> np.ndarray:
     """Return bool [B, S], True where the position is not one more than the previous token's."""
-    step = positions[:, 1:] - positions[:, :-1]
-    restart = _inside(step != 1, real)
-    if (positions[restart] != 0).any():
-        row, place = (restart & (positions != 0)).nonzero()[0].tolist()
+    restart = _inside(positions[:, 1:] - positions[:, :-1] != 1, real)
+    wrong = np.argwhere(restart & (positions != 0))
+    if len(wrong):
+        row, place = wrong[0].tolist()
         raise ValueError(
             f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; positions "
             "must increase by one, or restart at 0 where a document begins"
@@ -276,40 +291,39 @@ def _restarts(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tenso
     return restart
 
 
-def _inside(between: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def _inside(between: np.ndarray, real: np.ndarray | None) -> np.ndarray:
     """Expand flags between tokens [B, S - 1] to [B, S]; set them to False at borders of padding."""
-    starts = F.pad(between, (1, 0))
-    if real is not None:
-        starts &= real & F.pad(real[:, :-1], (1, 0))
+    starts = np.pad(between, ((0, 0), (1, 0)))
+    return starts if real is None else starts & real & np.pad(real[:, :-1], ((0, 0), (1, 0)))
+
+
+def _at(borders: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
+    """Return bool [B, S], True where documents of the cumulative lengths begin; False at a row's first token."""
+    whole = Mask(cu_seqlens=borders.reshape(-1).tolist())
+    try:
+        whole.check(shape[0] * shape[1])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    starts = np.zeros(shape[0] * shape[1] + 1, bool)
+    starts[list(whole.cu_seqlens or ())] = True
+    starts = starts[:-1].reshape(shape)
+    if not starts[:, 0].all():
+        raise ValueError(f"{name}: a document crosses the end of a row; end each document within its row")
+    starts[:, 0] = False
     return starts
 
 
-def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
-    """Return bool [B, S], True where documents of the cumulative lengths begin; False at a row's first token."""
-    whole = Mask(cu_seqlens=borders.flatten().tolist())
-    try:
-        whole.check(ids.numel())
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    starts = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
-    starts[torch.as_tensor(whole.cu_seqlens, device=ids.device)] = True
-    starts = starts[:-1].view(ids.shape)
-    if not starts[:, 0].all():
-        raise ValueError(f"{name}: a document crosses the end of a row; end each document within its row")
-    return F.pad(starts[:, 1:], (1, 0))
-
-
-def _before_padding(starts: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+def _before_padding(starts: np.ndarray | None, real: np.ndarray) -> np.ndarray:
     """Mark where padding begins, bool [B, S], in rows whose padding is behind their tokens."""
-    begins = torch.arange(real.shape[1], device=real.device) == real.sum(1)[:, None]
+    begins: np.ndarray = np.arange(real.shape[1]) == real.sum(1)[:, None]
     return begins if starts is None else starts | begins
 
 
-def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int], *, join: bool) -> tuple[int, tuple[int, ...] | None]:
+def _one_mask(starts: np.ndarray | None, shape: tuple[int, int], *, join: bool) -> tuple[int, tuple[int, ...] | None]:
     """Return (rows, borders). If all rows have the same documents, keep the rows; else join them into one."""
     if starts is None:
         return shape[0], None
-    begins = starts.cpu().numpy().copy()
+    begins = starts.copy()
     if not join and (begins == begins[:1]).all():
         begins, rows = begins[0], shape[0]
     else:
