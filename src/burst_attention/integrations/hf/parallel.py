@@ -263,29 +263,31 @@ class _Context:
     absolute: bool  # whether absolute positions matter, not only distances
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
-    found_right: Any = field(default=None, init=False)  # training mode and classes of the parts at the last check
+    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list, init=False)  # of parts, at the last check
+    found_right: Any = field(default=None, init=False)  # the state of the parts then
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         """Copy the layers' configurations; share the rest, because a process group can't be copied."""
         return replace(self, layers=copy.deepcopy(self.layers, memo))
 
     def check_parts(self, model: Any) -> None:
-        """Check adapters, hooks and attentions that were attached to the model since the last call."""
+        """Check adapters, hooks, attentions and rates that were attached or changed since the last call."""
+        if parts.state_of(model, self.rates) == self.found_right:
+            return
         body = vision.text_of(model)
         self.memory.check(body)
         if self.plans.base.world > 1 or self.memory != Memory():
             parts.check_dropout(body)
-        if self.plans.base.world == 1:
-            return
-        parts.check_hooks(body)
-        parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
-        vision.check_tower(model)
-        found = model.training, *map(type, body.modules())
-        if found != self.found_right:
+        if self.plans.base.world > 1:
+            parts.check_hooks(body)
+            parts.check_randomness(body)
+            vision.check_tower(model)
             parts.check_structure(body)
             if self.gradients == "sum":
                 check_added_losses(body)
-            self.layers, self.found_right = parts.attention_configs(body), found
+            self.layers = parts.attention_configs(body)
+        self.rates = parts.rates_of(model)
+        self.found_right = parts.state_of(model, self.rates)
 
     def share(self, whole: Any) -> Any:
         """Return the same value, with its gradient scaled for ``gradients``.
