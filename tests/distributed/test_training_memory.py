@@ -246,7 +246,7 @@ def test_the_peak_in_chunks_of_heads_is_as_predicted(corpus, tmp_path, world, of
     hold(config, predicted(str(folder), 300 * world, world, batch=64, **flags), world)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_flag_lowers_the_prediction(model):
     plain, layer, pieces, keep = (
         predicted(model, 8192, 2, **flags)

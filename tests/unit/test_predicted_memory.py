@@ -134,7 +134,7 @@ def test_memory_falls_with_the_world() -> None:
     assert memory(8) * 1.6 < memory(4) < memory(2) / 1.3 and memory(2) < memory(1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layer_holds_few_hidden_vectors_per_token() -> None:
     """Two of Llama-3-8B's layers, 4M tokens, 8 ranks; without offload its other 30 layers hold an input each."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
