@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = ROOT / "tests" / "faults"
+FAULTS = ROOT / "tests" / "faults.toml"
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,8 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Return every seeded fault of ``tests/faults``, one TOML file a room."""
-    return [
-        Fault(**entry) for path in sorted(FAULTS.glob("*.toml")) for entry in tomllib.loads(path.read_text())["fault"]
-    ]
+    """Return every seeded fault of ``tests/faults.toml``."""
+    return [Fault(**entry) for entry in tomllib.loads(FAULTS.read_text())["fault"]]
 
 
 SEEDED = read_faults()
