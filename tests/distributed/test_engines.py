@@ -26,7 +26,7 @@ from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from tests.support.training import config_of, losses, norms, write_corpus
 
-STEPS = 8
+STEPS = 20
 EVERY = [
     ("burst", "zigzag", 2, {}),
     ("ulysses", "auto", 2, {}),
@@ -76,7 +76,7 @@ def test_every_engine_trains_as_a_single_rank(pools, corpus, tmp_path, expected,
     settings = {"engine": engine, "layout": layout, "seq_len": 96, "steps": STEPS, **changes}
     pools(world).run(train, config_of(corpus, tmp_path, **settings))
     right, right_norms = expected(changes.get("data_parallel", 1) * changes.get("accumulate", 1))
-    assert right[-1] < right[0] - 0.1, "it learns"
+    assert right[-1] < right[0] - 0.3, "it learns"
     assert losses(tmp_path) == pytest.approx(right, abs=1e-4)
     assert norms(tmp_path) == pytest.approx(right_norms, rel=1e-3)
 

@@ -95,7 +95,7 @@ def test_a_rank_builds_its_own_programs_from_the_messages_it_takes_part_in() -> 
     schedule = planned(1024, Mask())
     groups, circulate = schedule.decide(SHAPE)
     assert groups.query == 16 and len(schedule.program(circulate, Direction.FORWARD, groups).ops) > 64
-    fresh = [planned(1024, Mask())]
+    fresh = [planned(1024, Mask()) for _ in "ab"]
 
     def make() -> None:
         one = fresh.pop()
@@ -103,6 +103,7 @@ def test_a_rank_builds_its_own_programs_from_the_messages_it_takes_part_in() -> 
             one.program(circulate, each, groups)
 
     assert calls_of(make) < 2_500_000  # they are 1.1 million; from all messages 7.1 million
+    assert peak_bytes(make) < 250e6
 
 
 @pytest.mark.parametrize(
