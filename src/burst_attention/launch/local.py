@@ -82,14 +82,15 @@ def print_error(command: str, error: Exception) -> int:
 
 
 def prepare(*modules: str) -> None:
-    """Begin to import ``modules`` in a process that :func:`launch` forks the ranks from, while this one goes on.
+    """Begin to import ``modules`` and a model of transformers in a process that ranks are forked from.
 
-    Ranks then start in 0.2 s where their imports take 5 s each. GPUs' ranks are spawned: CUDA doesn't survive a fork.
+    :func:`launch` forks them; this process goes on meanwhile. A rank then starts in 0.2 s where its imports take 5 s.
+    GPUs' ranks are spawned: CUDA doesn't survive a fork.
     """
     if started_by_torchrun() or not _forks():
         return
     if modules:
-        multiprocessing.set_forkserver_preload(list(modules))
+        multiprocessing.set_forkserver_preload([*modules, "transformers.models.llama.modeling_llama"])
     # A signal to the whole group must not end the server before its ranks have saved. They inherit the blocked signals,
     # and get them once they can handle them.
     resource_tracker.ensure_running()  # the server needs it, and starting it unblocks signals
@@ -130,7 +131,7 @@ def start_checked(command: str, worker: Callable[[Any], Any], settings: Any) -> 
     """
     from .join import default_ranks
 
-    prepare(getattr(worker, "__module__", __name__), "transformers.models.llama.modeling_llama")
+    prepare(getattr(worker, "__module__", __name__))
     try:
         settings.check()
         running = torchrun_ranks(settings.ranks)
@@ -328,7 +329,6 @@ def _worker(
     # Python's own handler waits for the running call, which may be an exchange with a dead rank. A terminal sends
     # Ctrl-C to all processes; a patient launcher forwards it as SIGTERM, so its ranks ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     if os.getppid() == parent:
         end_with(parent)
     else:

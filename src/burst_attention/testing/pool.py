@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch.processes import ENDING, watch
+from ..launch.processes import watch
 
 
 class WorkerError(RuntimeError):
@@ -166,7 +166,6 @@ def _serve(
     parent: int,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank immediately and without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     watch(parent)
     init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)

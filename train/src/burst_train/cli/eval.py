@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     The status is 0 if an engine ran, 1 if one failed, and 2 if the arguments are refused.
     """
     config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments), registry=numbers())
-    launch.prepare("burst_train.step.evaluate", "transformers.models.llama.modeling_llama")
+    launch.prepare("burst_train.step.evaluate")
     try:
         config.check()
         config = resolve(config, launch.torchrun_ranks(config.ranks))

@@ -104,9 +104,7 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         try:
             given = _parse(arguments)
-            launch.prepare(
-                "burst_train.step.loop", "burst_train.cli.screen", "transformers.models.llama.modeling_llama"
-            )
+            launch.prepare("burst_train.step.loop", "burst_train.cli.screen")
             from ..run.lock import check_inputs
             from ..run.metrics import claim_run, without_auto
             from .preflight import check_run
