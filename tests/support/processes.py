@@ -26,15 +26,16 @@ def _children(pid):
 def run_script(words, cwd, *, ranks=1, job=False, timeout=240):
     """Run a script as one process, or as torchrun's ranks, forked by the tests' server: nothing is imported again.
 
-    ``job``: one rank, too, has torchrun's environment. Return what it printed; it must succeed.
+    ``job``: one rank, too, has torchrun's environment. Return what rank after rank printed; all must succeed.
     """
-    with socket.socket() as free, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+    with socket.socket() as free, tempfile.TemporaryDirectory() as logs:
         free.bind(("127.0.0.1", 0))
         port, context = free.getsockname()[1], multiprocessing.get_context("forkserver")
         free.close()
+        files = [Path(logs) / f"{rank}.log" for rank in range(ranks)]
         given = (
-            (rank, ranks, port if job or ranks > 1 else None, [*map(str, words)], str(cwd), log.name)
-            for rank in range(ranks)
+            (rank, ranks, port if job or ranks > 1 else None, [*map(str, words)], str(cwd), str(file))
+            for rank, file in enumerate(files)
         )
         processes = [context.Process(target=_run_script, args=each) for each in given]
         for process in processes:
@@ -44,13 +45,13 @@ def run_script(words, cwd, *, ranks=1, job=False, timeout=240):
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
-        printed = log.read()
+        printed = "".join(file.read_text("utf-8") for file in files if file.exists())
     assert [process.exitcode for process in processes] == [0] * ranks, printed
     return printed
 
 
 def _run_script(rank, ranks, port, words, cwd, log):
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(cwd)
