@@ -29,11 +29,11 @@ from tests.support.training import config_of, losses, norms, write_corpus
 STEPS = 20
 EVERY = [
     ("burst", "zigzag", 2, {}),
-    ("ulysses", "auto", 2, {}),
-    ("tensor-sequence", "auto", 2, {}),
     *(
         pytest.param(*row, marks=pytest.mark.long)
         for row in (
+            ("ulysses", "auto", 2, {}),
+            ("tensor-sequence", "auto", 2, {}),
             ("ring", "contiguous", 2, {}),
             ("usp", "auto", 4, {}),
             ("tensor", "auto", 2, {"accumulate": 2}),

@@ -129,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_ranks_of_a_pool_hear_signals_though_their_server_must_not():
     printed = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
     assert printed.stdout == "[set()]\n", printed

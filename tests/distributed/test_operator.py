@@ -158,6 +158,7 @@ def scored(group=None):
     return found
 
 
+@pytest.mark.long
 def test_compiled_over_ranks(pools):
     """What is kept with heads cut has known shapes, and is a result that nothing aliases."""
     cuts = [{}, *({"ulysses_degree": "auto", "cache_qkv": keep} for keep in (True, False))]

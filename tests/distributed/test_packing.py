@@ -36,6 +36,7 @@ def test_a_grid_needs_room_for_the_longest_document() -> None:
     assert not Arrangement(4, 1, "zigzag").fits([(1, 1, 1)]), "a group without a document"
 
 
+@pytest.mark.long
 def test_all_arrangements_take_the_same_step(pools) -> None:
     """Which ``measured`` checks: it exits if losses or gradient norms differ."""
     sizes = PackingArguments(ranks=4, tokens=512, longest=128, batches=1, rounds=1)

@@ -244,9 +244,9 @@ def of_no_tokens(group: Any, options: dict) -> list:
 
 
 OF_NO_TOKENS = [
-    *({"ulysses_degree": degree} for degree in (1, 2, 4, "auto")),
-    *({"ulysses_degree": 2, "cache_qkv": cache, "chunks": n} for cache, n in ((True, 0), (True, 2), (False, 1))),
-    *({"ulysses_degree": 4, "layout": name} for name in ("contiguous", "zigzag-by-halves", "balanced")),
+    *({"ulysses_degree": degree} for degree in (1, 2)),
+    *({"ulysses_degree": 2, "cache_qkv": cache, "chunks": n} for cache, n in ((True, 2), (False, 1))),
+    *({"ulysses_degree": 4, "layout": name} for name in ("zigzag-by-halves", "balanced")),
     {"ulysses_degree": 2, "circulate": "blocks"},
     {"ulysses_degree": 2, "nodes": [0, 0, 1, 1], "route": "nodes"},
     {"ulysses_degree": "auto", "q_heads": 4, "head_dim": 8},

@@ -115,7 +115,7 @@ def rank_of_a_pool(family, how):
 @pytest.mark.parametrize(
     "family, how",
     [
-        ("qwen3_next", "reentrant"),
+        pytest.param("qwen3_next", "reentrant", marks=pytest.mark.long),
         pytest.param("qwen3_next", "fully_shard", marks=pytest.mark.long),
         pytest.param("bamba", "compile", marks=pytest.mark.long),
     ],

@@ -134,6 +134,7 @@ def with_a_spare_weight(function, *arguments):
         return function(*arguments)
 
 
+@pytest.mark.long
 def test_weights_without_a_gradient_are_saved_and_restored(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "whole", steps=STEPS, global_batch=2)
     pools(2).run(with_a_spare_weight, train, config)

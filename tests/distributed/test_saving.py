@@ -123,6 +123,7 @@ def train_while_writing(config):
     return seen, reporter.notes
 
 
+@pytest.mark.long
 def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before_it_is_whole(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=6, save_every="3", keep=9)
     seen, notes = pools(2).run(train_while_writing, config)[0]
@@ -445,6 +446,7 @@ def test_a_disk_that_is_full_or_read_only_is_reported(corpus, tmp_path):
     assert "refused --out" in result.stdout and "can't be written to: Read-only file system" in result.stdout
 
 
+@pytest.mark.long
 def test_how_a_model_generates_is_kept(pools, corpus, tmp_path):
     from transformers import GenerationConfig
 

@@ -106,6 +106,7 @@ def step_until_reported(config):
         return lines
 
 
+@pytest.mark.long
 def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus, tmp_path):
     first, second = pools(2).run(step_until_reported, config_of(corpus, tmp_path / "reported", step_timeout=5.0))
     assert first[0].startswith("rank 0: step 1 has taken ") and "it has been in its forward phase" in first[0]

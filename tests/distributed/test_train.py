@@ -52,6 +52,7 @@ def relative(x, y):
 # The same numbers whatever the ranks
 
 
+@pytest.mark.long
 def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
     runs = [(1, "zigzag"), (2, "zigzag"), (3, "striped")]
     for world, layout in runs:
@@ -138,6 +139,7 @@ def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, chang
             assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
 
 
+@pytest.mark.long
 def test_a_batch_over_all_ranks_equals_accumulation(pools, corpus, tmp_path):
     """--packing balanced changes neither losses nor norms, and its bytes are predicted too."""
     pools(1).run(train, config_of(corpus, tmp_path / "one", accumulate=4))

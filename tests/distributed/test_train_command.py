@@ -45,23 +45,30 @@ def start(*words):
     )
 
 
-def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
+FIXED = ("--steps", "4", "--layout", "zigzag", "--ulysses-degree", "1")  # measured rates may choose otherwise
+
+
+def test_the_command_trains_as_one_process_does(pools, corpus, tmp_path):
     script = str(Path(sys.executable).with_name("burst"))
-    fixed = ("--steps", "4", "--layout", "zigzag", "--ulysses-degree", "1")  # measured rates may choose otherwise
-    plain = start(script, *command(corpus, tmp_path / "plain", "--ranks", "2", *fixed))
+    plain = start(script, *command(corpus, tmp_path / "plain", "--ranks", "2", *FIXED))
     reported, _ = plain.communicate(timeout=120)
     assert plain.returncode == 0, reported
     rows = ("first loss", "last loss", "held-out loss", "tokens/s", "peak memory", "sent per step", "predicted")
     assert all(row in reported for row in rows), reported
     assert "Warning" not in reported, reported
     assert len(re.findall(r"^step \d/4  loss \d", reported, re.M)) == 4, "one rank speaks"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
-    found = start(*torchrun, *command(corpus, tmp_path / "torchrun", *fixed))
-    reported, _ = found.communicate(timeout=120)
-    assert found.returncode == 0, reported
-    assert losses(tmp_path / "plain") == losses(tmp_path / "torchrun")
     pools(1).run(train, config_of(corpus, tmp_path / "pool"))
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
+
+
+@pytest.mark.long
+def test_torchrun_trains_as_ranks_of_a_pool_do(pools, corpus, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
+    found = start(*torchrun, *command(corpus, tmp_path / "torchrun", *FIXED))
+    reported, _ = found.communicate(timeout=120)
+    assert found.returncode == 0, reported
+    pools(2).run(train, config_of(corpus, tmp_path / "pool", layout="zigzag", ulysses_degree=1))
+    assert losses(tmp_path / "torchrun") == losses(tmp_path / "pool")
 
 
 @pytest.mark.parametrize(("signalled", "status"), [("worker", 1), pytest.param("launcher", 75, marks=pytest.mark.slow)])

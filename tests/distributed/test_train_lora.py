@@ -106,6 +106,7 @@ def test_other_mechanisms_take_adapters(pools, corpus, tmp_path, model_type):
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(pools, corpus, llama, tmp_path):
     config = lora_config(corpus, tmp_path / "whole", llama, steps=4, save_every="2", keep=5)
     pools(2).run(train, config)

@@ -84,6 +84,7 @@ def questions(folder):
     return ids, (*counted, mean), before, predicted, generated.tolist()
 
 
+@pytest.mark.long
 def test_ranks_of_a_context_read_one_batch_count_once_evaluate_and_generate(pools, tmp_path):
     model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
     rows = trainer_makers.collate(trainer_makers.samples(23, 2))

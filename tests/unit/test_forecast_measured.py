@@ -57,6 +57,7 @@ def test_memory_is_that_of_a_run_without_data(model_type, tmp_path):
         assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.1)
 
 
+@pytest.mark.long
 def test_a_hybrid_is_planned_and_what_is_not_predicted_is_refused(tmp_path, capsys):
     _, folder = folder_of("bamba", tmp_path / "bamba")
     asked = ["--seq-len", "1K", "--ranks", "2", "--hardware", "h100-hgx", "--json", str(tmp_path / "plan.json")]

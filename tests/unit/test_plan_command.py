@@ -90,6 +90,7 @@ def test_attention_alone(capsys: Any) -> None:
     )
 
 
+@pytest.mark.long
 def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_path: Any) -> None:
     asked = ["--seq-len", "32K", "--batch", "8", "--documents", "4", "--ranks", "8", "--packing", "balanced"]
     out = reported(capsys, *asked, "--json", f"{tmp_path}/plan.json")
@@ -232,6 +233,7 @@ class Parsed(HTMLParser):
         self.text += data
 
 
+@pytest.mark.long
 def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> None:
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
     reported(capsys, "--seq-len", "64K", "--ranks", "8", "--nodes", "2", "--html", str(page), "--json", str(figures))
