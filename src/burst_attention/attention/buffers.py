@@ -97,14 +97,12 @@ class Sums:
         side, homes = place[0], self._home.get(place[0], [])
         if not edge.partial or not edge.finished or place not in homes or len(homes) == 1:
             return None
-        rows, like = self._rows[place].count, self._work.blank(side, 0)
-        if edge.rows.count < rows or like[0].shape[0] != 1:
+        rows = self._rows[place].count
+        if edge.rows.count < rows or self._work.own[side][0].shape[0] != 1:
             return None
         if side not in self._wholes:
-            self._wholes[side] = tuple(
-                x.new_empty(1, x.shape[1] * len(homes), rows, *x.shape[3:], dtype=dtype)
-                for x, dtype in zip(like, self._work.final_dtypes(side), strict=True)
-            )
+            like = self._work.empty(side, rows, self._work.final_dtypes(side))
+            self._wholes[side] = tuple(x.new_empty(1, x.shape[1] * len(homes), *x.shape[2:]) for x in like)
         return part_of(self._wholes[side], len(homes), homes.index(place))
 
     def add(self, place: Place, where: Where, part: Tensors) -> None:
@@ -231,15 +229,10 @@ def arriving(work: Pass, groups: Groups, edge: Edge) -> Tensors:
     """Allocate buffers for the tensors that an edge brings."""
     rows, side = edge.rows.count, edge.side
     if edge.partial:
-        like: Tensors = work.blank(side, 0)
-        dtypes = sent_dtypes(work, edge)
-    else:
-        own = part_of(work.own[side], groups.count(side), 0)
-        like = tuple(own[n] for n in work.payload(side, edge.key.payload))
-        dtypes = tuple(x.dtype for x in like)
-    return tuple(
-        x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
-    )
+        return work.empty(side, rows, sent_dtypes(work, edge))
+    own = part_of(work.own[side], groups.count(side), 0)
+    like = (own[n] for n in work.payload(side, edge.key.payload))
+    return tuple(x.new_empty(*x.shape[:2], rows, *x.shape[3:]) for x in like)
 
 
 class DeviceIndices:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import KERNELS
+from ..kernels.contract import finite_lse
 from ..kernels.merge import row_dot
 from ..plan.assignment import CIRCULATIONS
 from ..plan.groups import Groups
@@ -17,7 +18,7 @@ from .checks import ResolvedCall, kernel_for, resolve, sign_of, signless
 from .passes import Backward, Forward, Tensors
 from .plan import Plan
 
-SETTLED = 7  # numbers of a packed :class:`Settled`
+SETTLED = 8  # numbers of a packed :class:`Settled`
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,27 @@ class Settled:
     chunks: int
     gather: bool
     softcap: float | None
+    of_lse: bool  # whether the lse was returned, so that it may have a gradient
 
     def pack(self) -> Tensor:
         """Return a float64 [SETTLED] tensor on the CPU."""
         names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0)
+        numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0, self.of_lse)
         return torch.tensor(numbers, dtype=torch.float64)
 
     @classmethod
-    def of(cls, number: int, call: ResolvedCall) -> Settled:
+    def of(cls, number: int, call: ResolvedCall, *, of_lse: bool) -> Settled:
         """Return what the forward of ``call`` decided."""
         groups = call.groups
-        return cls(number, call.scale, call.circulate, call.kernel.name, groups.chunks, groups.gather, call.softcap)
+        chosen = call.circulate, call.kernel.name, groups.chunks, groups.gather, call.softcap
+        return cls(number, call.scale, *chosen, of_lse)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, chunks, gather, softcap = packed.tolist()
+        number, scale, circulate, kernel, chunks, gather, softcap, of_lse = packed.tolist()
         names = tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)]
-        return cls(int(number), scale, *names, int(chunks), bool(gather), softcap or None)
+        return cls(int(number), scale, *names, int(chunks), bool(gather), softcap or None, bool(of_lse))
 
 
 def prepare_forward(
@@ -92,10 +95,12 @@ def prepare_backward(
     heads: int,
     kv_heads: int,
     keeping: Tensors | None = None,
+    results: Tensors | None = None,
 ) -> tuple[Program, Backward]:
     """Return the program and the pass of a call's backward.
 
-    ``stats``: lse and the result of :func:`row_delta`; None if out and lse are in ``keeping``.
+    ``stats``: lse and the result of :func:`row_delta`; None if out and lse are in ``keeping`` or are ``results``, which
+    a rank without others can pass.
 
     Raises:
         ValueError: the group can't carry these tensors.
@@ -107,8 +112,12 @@ def prepare_backward(
     groups = replace(groups, gather=forward.gather)
     dout, q, k, v = map(dense_rows, (dout, q, k, v))
     q, scale = signless(q, forward.scale)  # the cached q has its sign already
-    packed = None if stats is None else torch.stack(stats, -1)
-    work = Backward(dout, q, k, v, packed, scale, kernel, plan.world == 1, groups, keeping)
+    packed = None if stats is None else torch.stack((finite_lse(stats[0]), stats[1]), -1)
+    if keeping is not None and len(keeping) > 3:
+        keeping = *keeping[:4], finite_lse(keeping[4])
+    if results is not None:
+        results = results[0], finite_lse(results[1])
+    work = Backward(dout, q, k, v, packed, scale, kernel, plan.world == 1, groups, keeping, results, forward.of_lse)
     return plan.schedule.program(forward.circulate, work.direction, groups), work
 
 

@@ -151,15 +151,19 @@ def example(
     if direction is Direction.FORWARD:
         return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
     dout = new(tokens, shape.q_heads, shape.v_head_dim)
-    known, stats = (*(kept or (q, k, v)), dout), None
-    if not groups.results:
+    known, stats, results = (*(kept or (q, k, v)), dout), None, None
+    if alone:
+        out = new(tokens, shape.q_heads, shape.v_head_dim)
+        results = out, torch.zeros(out.shape[:3], dtype=accumulation_dtype(dtype), device=device)
+        known = (*known, *results, results[1].clone())  # the operator's lse, and that without -inf
+    elif not groups.results:
         rows = (shape.batch, shape.q_heads, tokens)
         # one stands for lse and D, the other is both packed together
         lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
         known = (*known, new(tokens, shape.q_heads, shape.v_head_dim), lse_and_delta, stats)
     if kept:
         q, k, v = (x[:, :, :0].clone() for x in (q, k, v))
-    return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept), known
+    return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept, results), known
 
 
 class _Silent(Transport):

@@ -120,7 +120,7 @@ class _Call:
         self._projection = projection
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._plan: Plan | None = None
-        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None)  # of all chunks
+        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None, False)  # of all chunks
 
     def entering(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
         """Guard what precedes the agreement, which is the first chunk's. Sweeps run later ones, and mark the group."""
@@ -179,7 +179,7 @@ class _Call:
         if chunk == 0:
             plan.agreement.agree("burst_attention", fields)
             plan.usage.note_call()
-            self._settled = Settled.of(plan.transport.health.next_call(), resolved)
+            self._settled = Settled.of(plan.transport.health.next_call(), resolved, of_lse=False)
         return program, work
 
     def backward(

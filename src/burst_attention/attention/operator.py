@@ -36,7 +36,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 14
+FORMULA_VERSION = 15
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -96,7 +96,7 @@ def attend(
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
     out, log_sum = with_sinks(out, log_sum, sinks)
-    settled = Settled.of(number, call)
+    settled = Settled.of(number, call, of_lse=return_lse)
     kept_q, kept_k, kept_v, kept_out, kept_lse = kept
     rounded = out.to(q.dtype).contiguous()
     return rounded, log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v, kept_out, kept_lse
@@ -123,7 +123,7 @@ def attend_backward(
 
     in:     dO, dL; what the forward saved; the plan's handle; U and the number of key-value heads.
     out:    dQ, dK, dV of this rank's shards; this rank's part of the sinks' gradient, empty without sinks.
-    back:   D = rowsum(dO * O) - dL, at home, before anything circulates; with ``cached_results`` in the kernel.
+    back:   D = rowsum(dO * O) - dL, at home, before anything circulates; with ``cached_results``, and on a single rank, in the kernel.
             Per tile: P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q.
             With a soft cap, dS also has the cap's slope, 1 - tanh(s / c)^2.
     wire:   ``query``: (Q, dO, L, D) out and dQ home. ``key-value``: K, V out and dK, dV home.
@@ -141,9 +141,14 @@ def attend_backward(
         if kept:  # the cache replaced this rank's own shards; only their shapes remain
             counts = dout.shape[1], kv_heads, kv_heads
             q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True))
-        stats = None if cached_results else (lse, row_delta(dout, out, dlse, lse.dtype))
+        alone = plan.world == 1 and not forward.of_lse and sinks is None  # then the kernel computes D
+        stats = None if cached_results or alone else (lse, row_delta(dout, out, dlse, lse.dtype))
         program, work = prepare_backward(
-            dout, q, k, v, stats, plan, forward, heads=heads, kv_heads=kv_heads, keeping=kept
+            *(dout, q, k, v, stats, plan, forward),
+            heads=heads,
+            kv_heads=kv_heads,
+            keeping=kept,
+            results=(out, lse) if alone else None,
         )
         fields = {"call number": forward.number}
     # Ranks that run the backwards of several calls in different orders would add up unrelated gradients.

@@ -59,6 +59,10 @@ class Pass(Protocol):
         """
         ...
 
+    def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Allocate partial results of some rows, for one part of the heads."""
+        ...
+
     def blank(self, side: Side, rows: int) -> Tensors:
         """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
         ...
@@ -138,8 +142,14 @@ class Forward:
             return {}
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
+    def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Allocate (out, lse)."""
+        (q,) = part_of((self.q,), self.groups.query, 0)
+        shape = (*q.shape[:2], rows)
+        return q.new_empty(*shape, self.v.shape[3], dtype=dtypes[0]), q.new_empty(shape, dtype=dtypes[1])
+
     def blank(self, side: Side, rows: int) -> Tensors:
-        """Return an empty (out, lse)."""
+        """Return the (out, lse) of rows that see nothing."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         return blank_output(q, self.v, rows, accumulation_dtype(q.dtype))
 
@@ -164,9 +174,12 @@ class Backward:
     Attributes:
         dout: [B, Hq, Sq, Dv].
         q, k, v: as in :class:`Forward`. With ``keeping``, only their shapes are used, except the number of rows.
-        stats: (lse, D) per query row, [B, Hq, Sq, 2]; None if ``keeping`` has out and lse.
+        stats: (lse, D) per query row, [B, Hq, Sq, 2]; None if ``keeping`` or ``results`` has out and lse. lse is 0, not
+            -inf, in rows that see nothing, in those two as well.
         alone: whether a single pair gives the whole result, so that nothing is added to it.
         keeping: the q, k and v that the forward cached, and out and lse if it cached those; None if it cached nothing.
+        results: out and lse of the rows of a rank that computes all their pairs; None for others.
+        of_lse: whether the lse may have a gradient, which is then part of D.
     """
 
     direction: ClassVar[Direction] = Direction.BACKWARD
@@ -181,11 +194,13 @@ class Backward:
     alone: bool = False
     groups: Groups = WHOLE
     keeping: Tensors | None = None
+    results: Tensors | None = None
+    of_lse: bool = False
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
         # If out and lse are cached, these two only hold their places: ``own_slice`` has the tensors.
-        results = (self.q[..., :0], self.q[..., 0]) if self.stats is None else (self.stats,)
+        results = (self.results or (self.q[..., :0], self.q[..., 0])) if self.stats is None else (self.stats,)
         return {Side.QUERY: (self.dout, self.q, *results), Side.KEY: (self.k, self.v)}
 
     @property
@@ -214,14 +229,19 @@ class Backward:
         (dout, q, *results), (k, v) = query, key
         out, lse, delta = (*results, None) if self.stats is None else (None, *results[0].unbind(-1))
         assert lse is not None
-        inputs = BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone, out)
+        inputs = BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone, out, self.of_lse)
         dq, dk, dv = self.kernel.backward(inputs)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
+    def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Allocate (dq) or (dk, dv)."""
+        like = part_of((self.q,) if side is Side.QUERY else (self.k, self.v), self.groups.count(side), 0)
+        made = zip(like, dtypes, strict=True)
+        return tuple(x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype) for x, dtype in made)
+
     def blank(self, side: Side, rows: int) -> Tensors:
         """Return zeros for (dq) or (dk, dv) in the accumulation dtype."""
-        like = part_of((self.q,) if side is Side.QUERY else (self.k, self.v), self.groups.count(side), 0)
-        return tuple(x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like)
+        return tuple(x.zero_() for x in self.empty(side, rows, self.wire_dtypes(side, exact=True)))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
         """Add partial gradients to ``total``."""

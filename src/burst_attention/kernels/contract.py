@@ -20,8 +20,9 @@ class BackwardInputs:
     """Inputs of a backward: the forward's inputs and the rows' dO, lse and D = rowsum(dO * out).
 
     dout is [B, Hq, Sq, Dv]. lse and delta are [B, Hq, Sq] in fp32 or fp64 and cover the whole row, not only these
-    tiles. The rest is as in the forward. ``final``: nothing is added to the gradients later, so the kernel may round
-    them to the io dtype. ``out`` [B, Hq, Sq, Dv] takes the place of D where the rank has the rows' results.
+    tiles; lse is 0, not -inf, in rows that see nothing. The rest is as in the forward. ``final``: nothing is added to the gradients later, so the kernel may round
+    them to the io dtype. ``out`` [B, Hq, Sq, Dv] takes the place of D where the rank has the rows' results. ``of_lse``:
+    D may include a gradient of the lse, so it may differ from 0 where dO is 0.
     """
 
     dout: Tensor
@@ -34,6 +35,7 @@ class BackwardInputs:
     scale: float
     final: bool = False
     out: Tensor | None = None
+    of_lse: bool = False
 
     def row_delta(self) -> Tensor:
         """Return D, [B, Hq, Sq]."""
@@ -103,6 +105,11 @@ class Measuring(Kernel, Protocol):
     def untuned(self) -> Kernel:
         """Return the same kernel with one fixed configuration."""
         ...
+
+
+def finite_lse(lse: Tensor) -> Tensor:
+    """Return ``lse`` with 0 in rows that see nothing: e^(-inf - 0) is 0, where e^(-inf - -inf) is NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def capturing() -> bool:

@@ -1,14 +1,25 @@
-"""Merge partial results: sums and online softmax (arXiv 2403.09347, equation 4; arXiv 1805.02867).
-
-The functions process one head at a time. Only that head's temporary fp32 copy is in memory, not the shard's.
-"""
+"""Merge partial results: sums and online softmax (arXiv 2403.09347, equation 4; arXiv 1805.02867)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+BLOCK_BYTES = 1 << 25  # a block's copy in the accumulation dtype; smaller blocks cost operators, larger ones memory
+
+
+def head_blocks(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Yield slices of the heads of ``x`` [B, H, rows, D], of which only one at a time is copied in ``dtype``.
+
+    All heads at once where no copy is made: on a GPU, whose operators widen as they read, and in the same dtype.
+    """
+    heads, size = x.shape[1], x.numel() * dtype.itemsize
+    most = heads if x.is_cuda or x.dtype == dtype else max(1, heads * BLOCK_BYTES // max(1, size))
+    for first in range(0, heads, most):
+        yield slice(first, min(first + most, heads))
 
 
 def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,8 +39,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     total = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - total).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
     weight = weight.to(out.dtype).unsqueeze(-1)
-    for head in range(out.shape[1]):
-        out[:, head].lerp_(part_out[:, head].to(out.dtype), weight[:, head])
+    for heads in head_blocks(part_out, out.dtype):
+        out[:, heads].lerp_(part_out[:, heads].to(out.dtype), weight[:, heads])
     lse.copy_(total)
 
 
@@ -41,13 +52,11 @@ def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 def add_(total: Tensor, part: Tensor) -> None:
     """Add ``part`` [B, H, rows, D] to ``total`` in place."""
-    for head in range(total.shape[1]):
-        total[:, head] += part[:, head]
+    for heads in head_blocks(part, total.dtype):
+        total[:, heads].add_(part[:, heads])  # += would also copy the sum to itself
 
 
 def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
-    result = a.new_empty(a.shape[:3], dtype=dtype)
-    for head in range(a.shape[1]):
-        result[:, head] = (a[:, head].to(dtype) * b[:, head].to(dtype)).sum(-1)
-    return result
+    parts = [(a[:, heads].to(dtype) * b[:, heads]).sum(-1) for heads in head_blocks(a, dtype)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import BackwardInputs, Continuing, Kernel
+from .contract import BackwardInputs, Continuing, Kernel, finite_lse
 from .merge import row_dot
 from .reference import Reference
 
@@ -69,12 +69,13 @@ def _check(
     dtype, scale = tensors[0].dtype, tensors[1].shape[3] ** -0.5
     dout, q, k, v = (x.double() for x in tensors)
     out, lse = judge.forward(q, k, v, TILES, scale)
+    seen = finite_lse(lse)
     delta = row_dot(dout, out, torch.float64) - dlse
-    expected = (out, lse, *judge.backward(BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)))
+    expected = (out, lse, *judge.backward(BackwardInputs(dout, q, k, v, seen, delta, TILES, scale)))
     dout, q, k, v = (x.to(device) for x in tensors)
-    lse, delta = torch.stack((lse, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as in the sweep
+    lse, delta = torch.stack((seen, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as in the sweep
     names = ("out", "lse", "dq", "dk", "dv")
-    inputs = BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)
+    inputs = BackwardInputs(dout, q, k, v, lse, delta, TILES, scale, of_lse=dlse != 0)
     runs = [(*kernel.forward(q, k, v, TILES, scale), *kernel.backward(inputs)) for _ in range(2)]
     results = [*zip(names, runs[0], expected, strict=True)]
     if isinstance(kernel, Continuing):

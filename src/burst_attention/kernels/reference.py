@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs, band_seen
 from .merge import blank_output, merge_
-from .nan_policy import contained_backward, contained_forward
 from .precision import accumulation_dtype
 
 BLOCK = 512  # rows and columns of a block: its scores fit a core's cache
@@ -43,12 +41,10 @@ class Reference:
         """Accept everything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        run = partial(_forward, tiles=self._parts(tiles), scale=scale, softcap=self.softcap)
-        return contained_forward(run, q, k, v, tiles)
+        return _forward(q, k, v, tiles=self._parts(tiles), scale=scale, softcap=self.softcap)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        run = partial(_backward, tiles=self._parts(inputs.tiles), softcap=self.softcap)
-        return contained_backward(run, inputs)
+        return _backward(inputs, tiles=self._parts(inputs.tiles), softcap=self.softcap)
 
     def _parts(self, tiles: Tiles) -> list[Tile]:
         """Return the tiles, cut into blocks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs
 from .merge import blank_output, merge_, store_
-from .nan_policy import contained_backward, contained_forward
 from .pieces import Piece
 from .precision import accumulation_dtype
 from .surrogate import BackwardCall, GradientSums, backward_calls
@@ -77,9 +75,6 @@ class Stock(ABC, Generic[Launch]):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Run the launches and merge their (out, lse)."""
-        return contained_forward(partial(self._forward, tiles=tiles, scale=scale), q, k, v, tiles)
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         launches = list(self.launches(tiles))
         value_dim = v.shape[-1]
         q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.ops.multiple)
@@ -97,13 +92,10 @@ class Stock(ABC, Generic[Launch]):
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Run the launches and add up their (dq, dk, dv)."""
-        return contained_backward(self._backward, inputs)
-
-    def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
         if inputs.out is None:
-            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest)
+            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest, of_lse=inputs.of_lse)
         else:
             calls = (BackwardCall(dout, self.computed(inputs.out, backward=True)),)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
