@@ -131,7 +131,8 @@ def kernel_for(
     softcap: float | None = None,
 ) -> Kernel:
     """Return the kernel that a call under ``mask`` uses."""
-    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=mask.parts, softcap=softcap)
+    how = {"documents": mask.parts, "banded": mask.window is not None, "softcap": softcap}
+    return choose(name, device=device, dtype=dtype, head_dims=head_dims, **how)
 
 
 def resolve(

@@ -58,7 +58,10 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class FlashOps:
-    """One generation's functions for :class:`~.windowed.Windowed`. Backwards sum in a fixed order."""
+    """One generation's functions for :class:`~.windowed.Windowed`.
+
+    Backwards sum in a fixed order under ``torch.use_deterministic_algorithms(True)``.
+    """
 
     generation: int
     run: Callable[..., Any]
@@ -101,6 +104,7 @@ class FlashOps:
         left, right = (unlimited if side is None else side for side in window)
         return SETTINGS | {
             "softcap": self.softcap,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
             "softmax_scale": scale,
             "window_size": (left, right),
             "window_size_left": left,
@@ -117,7 +121,6 @@ SETTINGS: dict[str, Any] = {
     "alibi_slopes": None,
     "return_softmax": False,
     "return_lse": True,
-    "deterministic": True,
     "rng_state": None,
 }
 WINDOWS = {"window_size", "window_size_left", "window_size_right"}
