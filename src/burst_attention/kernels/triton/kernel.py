@@ -19,6 +19,7 @@ from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
 
 MOST_HEADS = 65535
+CARRY_ROWS = 32  # of a program that writes a surrogate output
 # Triton's interpreter has global state: the current program and a patched language, shared by all threads.
 _INTERPRETING = threading.Lock()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -162,9 +163,25 @@ def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def carried(dout: Tensor, delta: Tensor) -> Tensor:
+    """Return the surrogate output of half precision ``dout`` [B, H, rows, Dv] and ``delta``, contiguous, in one pass."""
+    out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    (batch, heads, length), width = dout.shape[:3], dout.shape[3]
+    sizes = {"E": width, "BLOCK_E": power_of_two(width), "M": CARRY_ROWS}
+    strides, most = (*dout.stride()[:3], *delta.stride()), torch.finfo(dout.dtype).max
+    with on_device_of(dout), _alone():
+        programs.carry[grid_of(length, CARRY_ROWS, batch, heads)](
+            dout, delta, out, heads, length, *strides, most, **sizes
+        )
+    return out
+
+
 def power_of_two(width: int) -> int:
-    """Return the smallest power of two that is at least ``width`` and at least 16, the matrix units' minimum."""
-    return max(16, 1 << (width - 1).bit_length())
+    """Return the smallest power of two that is at least ``width`` and at least 32.
+
+    Products with a side of 16 are compiled wrongly beside one of 64 (Triton 3.6, H100, half precision).
+    """
+    return max(32, 1 << (width - 1).bit_length())
 
 
 def _alone() -> AbstractContextManager[Any]:

@@ -251,3 +251,25 @@ def backward_keys(
                 dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     _store(dK, batch, head, heads, length, columns, d, exists, dk * scale, D)
     _store(dV, batch, head, heads, length, columns, e, exists, dv, E)
+
+
+@triton.jit
+def carry(
+    dOut, Delta, Out, heads, length, dout_b, dout_h, dout_s, delta_b, delta_h, delta_s,
+    most, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Write out' with rowsum(dOut * out') = Delta in two columns: :mod:`burst_attention.kernels.surrogate`."""
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    at, dims = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BLOCK_E)
+    seen = at < length
+    x = _rows(dOut, batch, head, dout_b, dout_h, dout_s, at, dims, seen, E).to(tl.float32)
+    delta = _numbers(Delta, batch, head, delta_b, delta_h, delta_s, at, seen, 0.0)
+    size = tl.where((dims < E)[None, :], tl.abs(x), -1.0)
+    first = dims[None, :] == tl.argmax(size, 1)[:, None]
+    second = dims[None, :] == tl.argmax(tl.where(first, -1.0, size), 1)[:, None]
+    a, b = tl.sum(tl.where(first, x, 0.0), 1), tl.sum(tl.where(second, x, 0.0), 1)
+    a, b = tl.where(a == 0, 1.0, a), tl.where(b == 0, 1.0, b)
+    high = (delta / a).to(Out.dtype.element_ty).to(tl.float32)
+    low = tl.minimum(tl.maximum((delta - high * a) / b, -most), most)
+    value = tl.where(first, high[:, None], tl.where(second, low[:, None], 0.0))
+    _store(Out, batch, head, heads, length, at, dims, seen, value, E)
