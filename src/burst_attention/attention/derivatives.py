@@ -7,7 +7,6 @@ gradients: ``torch.autograd.functional.jvp``, which differentiates twice, then r
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -31,22 +30,18 @@ def check_batches(call: str, *grads: Tensor) -> None:
         raise ValueError(f"{call} takes no batches of gradients; leave out is_grads_batched and vectorize")
 
 
-def differentiable_once(
-    call: str, *, entering: Callable[[Any], AbstractContextManager[None]] | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate an autograd Function's backward so that its results refuse to be differentiated again.
 
     The backward is called with (ctx, saved, *grads). ``saved`` is the list of ``ctx.saved_tensors``, which may be read
-    only once. The backward may clear the list, so that tensors are freed before it ends. ``entering(ctx)`` guards the
-    reading, which fails if a saved tensor was overwritten (:meth:`~burst_attention.comm.agreement.Agreement.entering`).
+    only once. The backward may clear the list, so that tensors are freed before it ends.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``backward`` so that a second derivative raises an error."""
 
         def once(ctx: Any, *grads: Tensor) -> Any:
-            with entering(ctx) if entering else nullcontext():
-                saved = list(ctx.saved_tensors)
+            saved = list(ctx.saved_tensors)
             again = torch.is_grad_enabled()
             sources = [x for x in (*grads, *saved) if again and x is not None and x.requires_grad]
             with torch.no_grad():

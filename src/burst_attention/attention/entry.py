@@ -86,7 +86,7 @@ def burst_attention(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
     # The operator guards its own part again: a compiled graph holds the split of heads, and calls the operator later.
-    with plan.agreement.entering("burst_attention"):
+    with plan.agreement.entering("burst_attention", once=True):
         number, cap = check_types(q, k, v, scale, kernel, softcap=softcap, sinks=sinks)
         check_transforms("burst_attention", q=q, k=k, v=v, sinks=sinks)
         wanted = gradients_wanted(q, k, v, sinks)

@@ -169,7 +169,7 @@ def example(
 class _Silent(Transport):
     """A transport that sends nothing."""
 
-    def _start(self, operations: Sequence[Operation]) -> list[Any]:
+    def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         return []
 
 

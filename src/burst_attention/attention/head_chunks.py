@@ -97,7 +97,7 @@ class _HeadChunks(torch.autograd.Function):
         return linear(out.flatten(2), *output) if output else out
 
     @staticmethod
-    @differentiable_once("attention in chunks of heads", entering=lambda ctx: ctx.call.entering(BACKWARD))
+    @differentiable_once("attention in chunks of heads")
     def backward(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Any, ...]:
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
         hidden, lse, out = saved[0], saved[2], [saved.pop(1)]
@@ -120,12 +120,13 @@ class _Call:
         self._projection = projection
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._plan: Plan | None = None
+        self._number = 0  # marks the messages of the pass that runs
         self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None, False)  # of all chunks
 
-    def entering(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
+    def _entering(self, chunk: int) -> AbstractContextManager[None]:
         """Guard what precedes the agreement, which is the first chunk's. Sweeps run later ones, and mark the group."""
         assert self._plan is not None
-        return nullcontext() if chunk else self._plan.agreement.entering(name)
+        return nullcontext() if chunk else self._plan.agreement.entering("burst_attention", once=True)
 
     def _run(self, hidden: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice | None = None) -> HeadCall:
         device, dtype, enabled = self._autocast
@@ -163,12 +164,13 @@ class _Call:
 
     def _swept(self, passes: Iterator[tuple[Program, Pass]]) -> Iterator[dict[Side, Tensors]]:
         assert self._plan is not None
-        return self._projection.sweeps(passes, self._plan.transport, self._plan.indices)
+        transport, indices = self._plan.transport, self._plan.indices
+        return self._projection.sweeps(passes, transport, indices, call=lambda: self._number)
 
     def _prepared(self, call: HeadCall, wanted: bool, chunk: int) -> tuple[Program, Pass]:
         """Check a chunk's call. The first one agrees with the other ranks on all chunks."""
         q, k, v, plan = call.q, call.k, call.v, call.plan
-        with self.entering("burst_attention", chunk):
+        with self._entering(chunk):
             scale, cap = check_types(q, k, v, call.scale, call.kernel, softcap=call.softcap, sinks=call.sinks)
             self._degree, _ = split_heads(q, k, v, plan)
             program, work, resolved = prepare_forward(
@@ -177,9 +179,10 @@ class _Call:
             fields = shared_fields(q, k, v, resolved, [wanted] * 4, call.sinks)
             fields["chunks of heads"] = self._projection.chunks
         if chunk == 0:
-            plan.agreement.agree("burst_attention", fields)
+            plan.agreement.agree("burst_attention", fields, once=True)
             plan.usage.note_call()
-            self._settled = Settled.of(plan.transport.health.next_call(), resolved, of_lse=False)
+            self._number = plan.transport.health.next_call()
+            self._settled = Settled.of(self._number, resolved, of_lse=False)
         return program, work
 
     def backward(
@@ -198,22 +201,20 @@ class _Call:
             return part.unflatten(-1, (heads, -1)).transpose(1, 2).to(dtype)
 
         of_chunks = (out[:, :, n * heads : (n + 1) * heads].transpose(1, 2) for n in range(chunks))
-        with self.entering(BACKWARD):
-            delta = torch.cat([row_delta(dout(n), part, None, lse.dtype) for n, part in enumerate(of_chunks)], 1)
+        delta = torch.cat([row_delta(dout(n), part, None, lse.dtype) for n, part in enumerate(of_chunks)], 1)
         del out, of_chunks
+        assert self._plan is not None
+        self._number = self._plan.transport.health.note_backward(self._settled.number)
 
         def passes() -> Iterator[tuple[Program, Pass]]:
             for n in range(chunks):
                 at = slice(n * heads, (n + 1) * heads)
                 call = self._run(hidden, n, self._parts(weights, n))
-                with self.entering(BACKWARD, n):
-                    tensors, stats = (dout(n), call.q, call.k, call.v), (lse[:, at], delta[:, at])
-                    kv_heads = call.k.shape[1]
-                    prepared = prepare_backward(
-                        *tensors, stats, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
-                    )
-                if n == 0:
-                    call.plan.agreement.agree(BACKWARD, {"call number": self._settled.number})
+                tensors, stats = (dout(n), call.q, call.k, call.v), (lse[:, at], delta[:, at])
+                kv_heads = call.k.shape[1]
+                prepared = prepare_backward(
+                    *tensors, stats, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
+                )
                 of_sinks.append(None if call.sinks is None else sink_gradient(*stats, call.sinks))
                 del call, tensors, stats
                 yield prepared

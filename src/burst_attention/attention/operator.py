@@ -7,7 +7,6 @@ takes a plan's handle.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,18 +81,18 @@ def attend(
     """
     plan = plan_of(handle)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE, SINKS)]
-    with plan.agreement.entering("burst_attention"):
+    with plan.agreement.entering("burst_attention", once=True):
         kept = cache(q, k, v, heads, cached_rows, results=cached_results)
         keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
         program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
         fields = {**shared_fields(q, k, v, call, wants, sinks), "return_lse": return_lse}
-    plan.agreement.agree("burst_attention", fields)
+    plan.agreement.agree("burst_attention", fields, once=True)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
     number = plan.transport.health.next_call() if plan.world > 1 else 0
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(program, plan.transport, work, plan.indices)
+        sums = sweep(program, plan.transport, work, plan.indices, call=number)
     out, log_sum = sums[Side.QUERY]
     out, log_sum = with_sinks(out, log_sum, sinks)
     settled = Settled.of(number, call, of_lse=return_lse)
@@ -131,30 +130,27 @@ def attend_backward(
     round:  sums in fp32 (fp64 for fp64); to the io dtype once when a partial is sent, and once at the end.
     """
     plan, forward = plan_of(handle), Settled.unpack(settled)
-    with plan.agreement.entering("the backward of burst_attention"):
-        if cached_results and dlse is not None:
-            raise ValueError(
-                "dlse is given, but with cached_results the backward leaves it out of D; run the forward with "
-                "return_lse=True, which caches no results"
-            )
-        kept = (q, k, v, *([out, lse] if cached_results else [])) if cached_rows else None
-        if kept:  # the cache replaced this rank's own shards; only their shapes remain
-            counts = dout.shape[1], kv_heads, kv_heads
-            q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True))
-        alone = plan.world == 1 and not forward.of_lse and sinks is None  # then the kernel computes D
-        stats = None if cached_results or alone else (lse, row_delta(dout, out, dlse, lse.dtype))
-        program, work = prepare_backward(
-            *(dout, q, k, v, stats, plan, forward),
-            heads=heads,
-            kv_heads=kv_heads,
-            keeping=kept,
-            results=(out, lse) if alone else None,
+    if cached_results and dlse is not None:
+        raise ValueError(
+            "dlse is given, but with cached_results the backward leaves it out of D; run the forward with "
+            "return_lse=True, which caches no results"
         )
-        fields = {"call number": forward.number}
-    # Ranks that run the backwards of several calls in different orders would add up unrelated gradients.
-    plan.agreement.agree("the backward of burst_attention", fields)
+    kept = (q, k, v, *([out, lse] if cached_results else [])) if cached_rows else None
+    if kept:  # the cache replaced this rank's own shards; only their shapes remain
+        counts = dout.shape[1], kv_heads, kv_heads
+        q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True))
+    alone = plan.world == 1 and not forward.of_lse and sinks is None  # then the kernel computes D
+    stats = None if cached_results or alone else (lse, row_delta(dout, out, dlse, lse.dtype))
+    program, work = prepare_backward(
+        *(dout, q, k, v, stats, plan, forward),
+        heads=heads,
+        kv_heads=kv_heads,
+        keeping=kept,
+        results=(out, lse) if alone else None,
+    )
+    number = plan.transport.health.note_backward(forward.number)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(program, plan.transport, work, plan.indices)
+        sums = sweep(program, plan.transport, work, plan.indices, call=number)
     dq, dk, dv = rounded_gradients(sums, forward.scale, q.dtype)
     return dq, dk, dv, lse.new_empty(0) if sinks is None or stats is None else sink_gradient(*stats, sinks)
 
@@ -220,13 +216,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    name = "the backward of burst_attention"
-    # While a compiler traces there is no plan, and a failure concerns no rank.
-    with nullcontext() if ctx.plan is None else ctx.plan.agreement.entering(name):
-        if ctx.plan is not None:
-            check_transforms(name, dout=dout, dlse=dlse)
-        q, k, v, sinks, out, lse, settled = ctx.saved_tensors
-        dout = out.new_zeros(ctx.output_shape) if dout is None else dout
+    if ctx.plan is not None:  # there is none while a compiler traces
+        check_transforms("the backward of burst_attention", dout=dout, dlse=dlse)
+    q, k, v, sinks, out, lse, settled = ctx.saved_tensors
+    dout = out.new_zeros(ctx.output_shape) if dout is None else dout
     how = ctx.heads, ctx.cached_rows, ctx.cached_results, ctx.kv_heads
     *grads, of_sinks = attend_backward(dout, dlse, q, k, v, sinks, out, lse, settled, ctx.handle, *how)
     # Settings have no gradient.

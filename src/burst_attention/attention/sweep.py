@@ -19,7 +19,7 @@ for; its order is the double buffering: an exchange is posted before the visits 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ..comm.transport import Pending, Receive, Send, Transport
@@ -31,24 +31,34 @@ from .passes import Pass, Tensors
 Results = dict[Side, Tensors]
 
 
-def sweep(program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None) -> Results:
+def sweep(
+    program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None, *, call: int = 0
+) -> Results:
     """Execute one rank's program and return this rank's results, by side; rounded only if head groups are joined.
 
     It writes only to the cache of q, k and v. It folds in partial results in order: two runs give the same bits.
+    ``call``: the call's number, which marks its messages.
     """
-    (results,) = sweeps([(program, work)], transport, indices)
+    (results,) = sweeps([(program, work)], transport, indices, call=lambda: call)
     return results
 
 
 def sweeps(
-    parts: Iterable[tuple[Program, Pass]], transport: Transport, indices: DeviceIndices | None = None
+    parts: Iterable[tuple[Program, Pass]],
+    transport: Transport,
+    indices: DeviceIndices | None = None,
+    *,
+    call: Callable[[], int] = lambda: 0,
 ) -> Iterator[Results]:
-    """Execute programs and yield their results; a first exchange overlaps the visits before, a last one those after."""
+    """Execute programs and yield their results; a first exchange overlaps the visits before, a last one those after.
+
+    ``call`` is asked for the call's number once the first part is made.
+    """
     indices, label, runs = DeviceIndices() if indices is None else indices, "the sweep", deque[_Run]()
     try:
         for program, work in parts:
             label = work.direction.value
-            runs.append(_Run(program, transport, work, indices))
+            runs.append(_Run(program, transport, work, indices, call()))
             runs[-1].begin()
             if len(runs) > 1:
                 runs[-2].compute()
@@ -66,8 +76,9 @@ def sweeps(
 class _Run:
     """A running sweep. Each operation is a method, so that no loop variable keeps a buffer alive."""
 
-    def __init__(self, program: Program, transport: Transport, work: Pass, indices: DeviceIndices) -> None:
+    def __init__(self, program: Program, transport: Transport, work: Pass, indices: DeviceIndices, call: int) -> None:
         self._program, self._transport, self._work, self._indices = program, transport, work, indices
+        self._call = call
         self._held = Shards(program, work)
         self._sums = Sums(program, work, indices)
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
@@ -118,7 +129,7 @@ class _Run:
         sends = [Send(m.edge.target, x.contiguous()) for m in op.sends for x in self._outgoing(m)]
         receives = [Receive(message.edge.source, x) for message, tensors in coming for x in tensors]
         label = f"hop {op.step} of the {self._work.direction.value}"
-        self._on_wire[op.step] = self._transport.post(sends, receives, label=label), coming
+        self._on_wire[op.step] = self._transport.post(sends, receives, label=label, call=self._call), coming
 
     def _wait(self, op: Wait) -> None:
         """Finish an exchange."""

@@ -34,24 +34,24 @@ class Places(Protocol):
 class _Reshard:
     layout: Places
     transport: Transport
-    agreement: Agreement
     dim: int
     grad: str
     number: int
 
-    def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
+    def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str, number: int) -> list[Tensor]:
         """Send ``parts[r]`` to each rank r; return what each rank r sent here, ``lengths[r]`` rows (dim 0)."""
         rank = self.transport.rank
         arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
         arriving[rank] = parts[rank]
-        self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=f"unshard's {phase}")
+        leaving, landing = [[x] for x in parts], [[x] for x in arriving]
+        self.transport.all_to_all(leaving, landing, label=f"unshard's {phase}", call=number)
         return arriving
 
 
 def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
-    with agreement.entering("unshard"):
+    with agreement.entering("unshard", once=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__}, not a tensor; pass this rank's shard")
         check_transforms("unshard", x=x)
@@ -72,11 +72,9 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport
             "seqlen": layout.seqlen,
             "layout": layout.description,
         }
-    agreement.agree("unshard", fields)
+    agreement.agree("unshard", fields, once=True)
     with transport.health.failing("unshard"):
-        whole: Tensor = _Unshard.apply(
-            x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call())
-        )
+        whole: Tensor = _Unshard.apply(x, _Reshard(layout, transport, dim, grad, transport.health.next_call()))
     return whole
 
 
@@ -93,7 +91,7 @@ class _Unshard(torch.autograd.Function):
         ctx.call = call
         rows = x.movedim(call.dim, 0).contiguous()
         world = call.transport.world
-        shards = call.all_to_all([rows] * world, list(call.layout.lengths), phase="forward")
+        shards = call.all_to_all([rows] * world, list(call.layout.lengths), phase="forward", number=call.number)
         order = torch.from_numpy(call.layout.gather_order).to(x.device)
         return torch.cat(shards).index_select(0, order).movedim(0, call.dim).contiguous()
 
@@ -107,14 +105,13 @@ class _Unshard(torch.autograd.Function):
         if call.grad == "slice":
             return dy.index_select(call.dim, positions[rank]), None
         name = "the backward of unshard"
-        with call.agreement.entering(name):
-            check_transforms(name, dy=dy)
-            check_batches(name, dy)
-            rows = dy.movedim(call.dim, 0)
-            parts = [rows.index_select(0, at) for at in positions]
-        call.agreement.agree(name, {"call number": call.number})
+        check_transforms(name, dy=dy)
+        check_batches(name, dy)
+        rows = dy.movedim(call.dim, 0)
+        parts = [rows.index_select(0, at) for at in positions]
+        number = call.transport.health.note_backward(call.number)
         with call.transport.health.failing(name):
-            arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
+            arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward", number=number)
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
         for part in arrived:
             total += part

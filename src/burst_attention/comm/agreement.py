@@ -25,7 +25,9 @@ from .dissemination import DIGEST_BYTES, NOTHING, Summary, disseminate, gather
 from .transport import ExchangeError, Transport
 
 RECORD_BYTES = 2048
+REMEMBERED = 1 << 16  # calls that need no second agreement, by name; packed masks make a new one for each batch
 TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
+_ORDER = "the order of earlier backwards"
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -47,10 +49,14 @@ class Agreement:
     transport: Transport
 
     @contextmanager
-    def entering(self, call: str) -> Iterator[None]:
+    def entering(self, call: str, *, once: bool = False) -> Iterator[None]:
         """Guard what a rank does alone before it agrees on ``call``. If the block raises, the other ranks raise too.
 
         Call :meth:`agree` after the block, never inside it: all ranks already know the errors that it raises.
+
+        Args:
+            once: as for :meth:`agree`. From the second such call on, the other ranks may not listen, so this rank
+                raises alone. They learn of it when its process ends, or at the deadline.
 
         Raises:
             TypeError, ValueError: the block raised it, or another rank refused. Every rank raises the same class.
@@ -59,9 +65,11 @@ class Agreement:
         try:
             yield
         except (TypeError, ValueError) as error:
+            if once and self.transport.health.agreed.get(call):
+                raise
             self.refuse(error)
         except Exception as error:
-            if self.transport.world > 1:
+            if self.transport.world > 1 and not (once and self.transport.health.agreed.get(call)):
                 self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {_text(error)}")}, error)
             raise
 
@@ -73,11 +81,14 @@ class Agreement:
         *,
         remedy: str = "Pass the same on every rank of the group",
         remedies: Mapping[str, str] | None = None,
+        once: bool = False,
     ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
 
         Args:
             fields: values that must be equal on all ranks. All values must be JSON types; floats arrive exactly.
+            once: send nothing if the ranks of the group agreed on the same call with the same fields before. A rank
+                that alone makes another call then waits for the others, until the deadline.
             own: this rank's values, which may differ by rank.
             remedy: the last sentence of a disagreement's message.
             remedies: other remedies, by field.
@@ -94,9 +105,20 @@ class Agreement:
             shared, asked = dict(fields), own is not None
             # Equal values give equal texts. If texts differ, the records decide whether the values do.
             digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
+            health = self.transport.health
+            agreed = health.agreed.setdefault(call, set())
+            if once and digest in agreed:
+                return [None] * self.transport.world
+            # Tags keep backwards apart on gloo, where a wrong order ends at the deadline. NCCL has no tags.
+            shared[_ORDER] = health.order
             encoded = _encoded({"call": call, "fields": shared, "own": own})
-        records = self._exchange(encoded, f"the agreement on {call}", digest, gathers=asked)
+            whole = blake2b(digest + health.order.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
+        records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
         if records is None:
+            if len(agreed) >= REMEMBERED:
+                agreed.clear()
+            if once:
+                agreed.add(digest)
             return [None] * self.transport.world
         _raise_refusal(records, self.transport.rank)
         calls = [record["call"] for record in records]
@@ -111,7 +133,8 @@ class Agreement:
         }
         if odd:
             differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-            ways = dict.fromkeys((remedies or {}).get(name, remedy) for name in odd)
+            known = {_ORDER: "Run the backwards of all calls in one order on every rank", **(remedies or {})}
+            ways = dict.fromkeys(known.get(name, remedy) for name in odd)
             raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
         return [record["own"] for record in records]
 

@@ -131,14 +131,14 @@ class LocalGroup:
 class LocalTransport(Transport):
     """Messages between threads."""
 
-    def _start(self, operations: Sequence[Operation]) -> list[Any]:
+    def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         group: Any = self.group
         works = []
         for each in operations:
             sends = isinstance(each, Send)
             half = _Half(each.tensor, group.timeout, _recorded(each.tensor))
             source, target = (self.rank, each.peer) if sends else (each.peer, self.rank)
-            group.exchange.post(half, source=source, target=target, tag=self.tag, sends=sends)
+            group.exchange.post(half, source=source, target=target, tag=tag, sends=sends)
             works.append(half)
         return works
 

@@ -40,6 +40,7 @@ Operation = Send | Receive
 # Up to this size, all tensors for one peer in one exchange are packed into one message. A gloo message costs three
 # packets and three thread wake-ups, about 100 microseconds. Copying this many bytes takes about 10.
 PACKED_BYTES = 1 << 16
+CALLS = 1 << 20  # numbers of calls that tags tell apart; gloo's tags have 31 bits
 
 
 class ExchangeError(RuntimeError):
@@ -70,13 +71,20 @@ class Health:
     """
 
     failure: str | None = None  # an earlier error on the group
+    agreed: dict[str, set[bytes]] = field(default_factory=dict)  # digests of calls that the ranks agreed on, by name
     calls: int = 0  # made on the group; a backward is identified by the number of its call
+    order: int = 0  # a digest of the order in which backwards ran
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
 
     def next_call(self) -> int:
-        """Return a new call number. It is the same on all ranks, because they agree on each call first."""
+        """Return a new call number, the same on all ranks that make the same calls in one order."""
         self.calls += 1
         return self.calls
+
+    def note_backward(self, number: int) -> int:
+        """Note that the backward of a call begins; return the number that marks its messages."""
+        self.order = (self.order * 1_000_003 + number) % (1 << 61)
+        return -number
 
     def fail(self, label: str, error: BaseException) -> None:
         """Mark the group as failed: other ranks now wait for messages that this rank will never send."""
@@ -108,8 +116,11 @@ class Transport:
         self.rank = 0 if self.group is None else self.group.rank()
         self.world = 1 if self.group is None else self.group.size()
 
-    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
+
+        ``call``: the number of the call that it belongs to. On gloo and between threads, messages of different calls
+        don't match, so ranks that run the backwards of several calls in different orders wait until the deadline.
 
         Between two ranks, messages of one exchange match in the order given. Both ranks must post matching messages, of
         sizes that they have agreed on. Small messages to one peer are packed into one. Raise ExchangeError if the group
@@ -129,34 +140,34 @@ class Transport:
         pending = Pending(label, messages, [], packed)
         if operations:
             try:
-                pending.works = self._start(pending.operations)
+                pending.works = self._start(pending.operations, self.tag + (call % CALLS << 8))
             except RuntimeError as error:
                 peers = sorted({each.peer for each in operations})
                 problem = f"could not start messages with rank {', '.join(map(str, peers))}"
                 raise self._failure(problem, label, 0.0, error, peers[0] if len(peers) == 1 else None) from error
         return pending
 
-    def _start(self, operations: Sequence[Operation]) -> list[Any]:
+    def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         """Start the operations; return works to wait for, one per operation or one for all."""
         if all(each.tensor.is_cpu for each in operations):
-            return [self._start_one(each) for each in operations]
+            return [self._start_one(each, tag) for each in operations]
         batch = [
             dist.P2POp(
                 dist.isend if isinstance(each, Send) else dist.irecv,
                 each.tensor,
                 group=self.group,
                 group_peer=each.peer,
-                tag=self.tag,
+                tag=tag,
             )
             for each in operations
         ]
         return dist.batch_isend_irecv(batch)
 
-    def _start_one(self, each: Operation) -> Any:
+    def _start_one(self, each: Operation, tag: int) -> Any:
         """Do what dist.isend and dist.irecv do on gloo, without their checks."""
         start = self.group.send if isinstance(each, Send) else self.group.recv
         tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
-        return start([tensor], each.peer, self.tag)
+        return start([tensor], each.peer, tag)
 
     def wait(self, pending: Pending) -> None:
         """Finish an exchange, or raise ExchangeError, which names this rank, the peer it waited for, and the label.
@@ -193,20 +204,20 @@ class Transport:
         ends, works = time.monotonic() + min(1.0, self.timeout or 1.0), []
         for each in sends:
             with suppress(RuntimeError):
-                works += self._start([each])
+                works += self._start([each], self.tag)
         for work in works:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
 
     def all_to_all(
-        self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str
+        self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str, call: int = 0
     ) -> None:
         """Send ``leaving[r]`` to each other rank r; fill ``arriving[r]`` with what r sends. Own entries are ignored."""
         hops = range(1, self.world)
         ahead, behind = ([(self.rank + step * hop) % self.world for hop in hops] for step in (1, -1))
         sends = [Send(peer, x.contiguous()) for peer in ahead for x in leaving[peer]]
         receives = [Receive(peer, x) for peer in behind for x in arriving[peer]]
-        self.wait(self.post(sends, receives, label=label))
+        self.wait(self.post(sends, receives, label=label, call=call))
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group can't carry tensors on ``device``."""

@@ -14,10 +14,10 @@ from .prove import check_against_reference
 MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much
 
 # The kernels that ``auto`` tries in half precision on a GPU, by compute capability (major) and kind of mask, fastest
-# first. Measured on one H100 (torch 2.11, cuDNN 9.19), bf16, 16 heads of 128, 16,384 tokens, forward / backward TFLOP/s:
-# causal: aten-cudnn 635 / 500, triton 399 / 188, PyTorch's FlashAttention 2 300 / 299; window of 4,096: triton 336 / 172,
-# aten-flash 247 / 69, aten-cudnn 106 / 59. On an H200 NVIDIA publishes 702 / 606 for FlashAttention 4, causal. Other
-# capabilities were not measured.
+# first. Measured on one H100 (torch 2.11, cuDNN 9.19), bf16, 16 heads of 128, 16,384 tokens, forward / backward in
+# TFLOP/s: causal: aten-cudnn 635 / 500, triton 399 / 188, PyTorch's FlashAttention 2 300 / 299; window of 4,096: triton
+# 336 / 172, aten-flash 247 / 69, aten-cudnn 106 / 59. On an H200 NVIDIA publishes 702 / 606 for FlashAttention 4,
+# causal. Other capabilities were not measured.
 _PLAIN, _BANDED, _MANY = "full and causal tiles", "windows", "many documents"
 _RANKED: dict[int, dict[str, tuple[str, ...]]] = {
     8: {

@@ -3,8 +3,8 @@
 These backwards use ``out`` only to compute D = rowsum(dO * out). Any out' with that row sum works, so ``out`` need not
 be sent. In the accumulation dtype, out' is dO times D / |dO|^2. In half precision that would round D too coarsely, so
 two columns of out' carry D: D divided by the largest element of dO, rounded; and the rounding error divided by the
-second largest. A row of dO that is 0 carries nothing. Then D is 0 too, unless the lse has a gradient: in calls whose lse
-may have one, extra columns are appended.
+second largest. A row of dO that is 0 carries nothing. Then D is 0 too, unless the lse has a gradient: in calls whose
+lse may have one, extra columns are appended.
 
 No decision depends on the values, so on a GPU the host waits for none.
 """

@@ -84,15 +84,15 @@ def token_log_probs(
             ``softcap``, or the shape of the head or of its bias differs between ranks. Every rank raises.
     """
     check_plan(plan)
-    with plan.agreement.entering("token_log_probs"):
+    with plan.agreement.entering("token_log_probs", once=True):
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
         check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_temperature(temperature)
         measures = check_outputs(outputs, MEASURES)
         _check_last(labels, plan, ignore_index)
         check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
-    plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures))
-    with plan.agreement.entering("token_log_probs"):
+    plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures), once=True)
+    with plan.agreement.entering("token_log_probs", once=True):
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
         local = _own_table(hidden, head, labels, ignore_index, measurement)
     whole = plan.unshard(local, 2, grad="slice")

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..attention.derivatives import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
-from ..comm.agreement import Agreement
 from ..comm.transport import Receive, Send, Transport
 from ..kernels.precision import accumulation_dtype
 from .runs import Borders, Runs, runs_of
 
+LAYER = "a recurrent layer"  # the name of its calls in agreements
 Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before, so that U is a state
 
 
@@ -56,7 +56,7 @@ class RunExchange:
 
     def __init__(self, plan: Plan, *, past: Past | None = None) -> None:
         layout = plan.schedule.layout
-        with plan.agreement.entering("a recurrent layer"):
+        with plan.agreement.entering(LAYER, once=True):
             if plan.schedule.keys is not None and past is None:
                 raise ValueError(
                     "a recurrent layer can't use a plan with keys: its state of the earlier tokens is unknown; use a "
@@ -165,13 +165,19 @@ class RunExchange:
 
     def _agreed(self, name: str, x: Tensor, fields: Mapping[str, Any]) -> _Exchange:
         plan = self._plan
-        with plan.agreement.entering(name):
+        with plan.agreement.entering(LAYER, once=True):
             check_transforms(name, x=x)
             plan.transport.check_device(x.device)
             wanted = x.requires_grad and torch.is_grad_enabled()
-            fields = {**fields, "dtype": str(x.dtype), "gradient wanted": wanted, "runs": self.runs.description}
-        plan.agreement.agree(name, fields)
-        return _Exchange(name, self.runs, plan.transport, plan.agreement, plan.transport.health.next_call())
+            fields = {
+                "exchange": name,
+                **fields,
+                "dtype": str(x.dtype),
+                "gradient wanted": wanted,
+                "runs": self.runs.description,
+            }
+        plan.agreement.agree(LAYER, fields, once=True)
+        return _Exchange(name, self.runs, plan.transport, plan.transport.health.next_call())
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,19 +185,14 @@ class _Exchange:
     name: str
     runs: Runs
     transport: Transport
-    agreement: Agreement
-    number: int
+    number: int  # marks the messages of one direction
 
-    def entering(self) -> AbstractContextManager[None]:
-        """Guard what precedes :meth:`agree_on_backward`."""
-        return self.agreement.entering(f"the backward of {self.name}")
-
-    def agree_on_backward(self, *grads: Tensor) -> None:
+    def backward(self, *grads: Tensor) -> _Exchange:
+        """Check the gradients, and return the exchange of the backward."""
         name = f"the backward of {self.name}"
-        with self.entering():
-            check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
-            check_batches(name, *grads)
-        self.agreement.agree(name, {"call number": self.number})
+        check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
+        check_batches(name, *grads)
+        return replace(self, number=self.transport.health.note_backward(self.number))
 
     def failing(self) -> AbstractContextManager[None]:
         """Mark the group as failed if the block raises. The ranks have agreed, so they wait for its messages."""
@@ -231,7 +232,7 @@ class _Scan:
                     arriving[move.target] = factor, like.new_empty(self.state_shape)
                     receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
             label = f"{self.call.name}, {'backward' if reverse else 'forward'}, round {number}"
-            transport.wait(transport.post(sends, receives, label=label))
+            transport.wait(transport.post(sends, receives, label=label, call=self.call.number))
             before |= {n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()}
         return {n: state for n, (_, state) in before.items()}
 
@@ -270,11 +271,10 @@ class _States(torch.autograd.Function):
         return *(states[n] for n in runs.takers), zero.new_zeros(0)
 
     @staticmethod
-    @differentiable_once("recurrent states", entering=lambda ctx: ctx.scan.call.entering())
+    @differentiable_once("recurrent states")
     def backward(ctx: Any, saved: list[Tensor], *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scan the gradients from the last run to the first."""
-        scan: _Scan = ctx.scan
-        scan.call.agree_on_backward(*grads)
+        scan: _Scan = replace(ctx.scan, call=ctx.scan.call.backward(*grads))
         runs = scan.call.runs
         factors = dict(zip(runs.inner, saved, strict=False))
         states = dict(zip(runs.inner, saved[len(runs.inner) :], strict=True))
@@ -313,8 +313,7 @@ class _Before(torch.autograd.Function):
     @differentiable_once("tokens before a convolution")
     def backward(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Send each token's gradients to its owner, which sums them."""
-        borders, call = ctx.borders, ctx.call
-        call.agree_on_backward(grad)
+        borders, call = ctx.borders, ctx.call.backward(grad)
         with call.failing():
             leaving = [grad[at] for at in borders.places]
             total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
@@ -327,7 +326,8 @@ def _all_to_all(leaving: list[Tensor], expected: Sequence[Sequence[int]], call: 
     """Send ``leaving[r]`` to each rank r; return what each rank r sent here, as many rows as ``expected[r]``."""
     arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
     arriving[call.runs.rank] = leaving[call.runs.rank]
-    call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=f"{call.name}, {phase}")
+    parts, label = ([[x] for x in leaving], [[x] for x in arriving]), f"{call.name}, {phase}"
+    call.transport.all_to_all(*parts, label=label, call=call.number)
     return arriving
 
 

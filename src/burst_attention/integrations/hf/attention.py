@@ -107,7 +107,7 @@ class Attention:
         if isinstance(plan, Step):
             asked = {"dropout": dropout, "sliding_window": sliding_window, "others": others}
             return plan(module, (query, key, value), attention_mask, **asked, options=options), None
-        with Plans.of(plan).one.agreement.entering("burst_attention"):
+        with Plans.of(plan).one.agreement.entering("burst_attention", once=True):
             checks.check_keywords(dropout, others)
             checks.check_attend(attend, options)
             request = checks.mask_request(attention_mask)

@@ -69,7 +69,7 @@ class _ByHeads(nn.Module):
         ours = burst_attention in (attend, getattr(attend, "func", None)) or hasattr(attend, "sweeps")
         if kwargs.get("plan") is None or not ours:  # generation, or a measurement with another attention
             return self.stock_class.forward(self, hidden_states, **kwargs)
-        with Plans.of(kwargs["plan"]).one.agreement.entering("burst_attention"):
+        with Plans.of(kwargs["plan"]).one.agreement.entering("burst_attention", once=True):
             if self.structure.parts != _parts(self):  # adapters were attached, or removed
                 self.structure = _Structure(self, self.structure.chunks)
             self.structure.compare(self, hidden_states, kwargs)

@@ -202,7 +202,7 @@ class _Mixer(nn.Module):
         for name in _CACHES if known else ():
             if isinstance(kwargs.get(name), DealtCache):
                 cache = kwargs.pop(name)
-        with plan.agreement.entering("a recurrent layer"):
+        with plan.agreement.entering("a recurrent layer", once=True):
             _check(plan.length, plan.seqlen, args, kwargs)
         if not known:
             checks.mark_attended(plans, kwargs.get("position_ids"))
@@ -241,7 +241,7 @@ class _Tempered(nn.Module):
         given = kwargs.get("plan")
         if given is not None and past_key_values is None:
             plans = Plans.of(given)
-            with plans.one.agreement.entering("burst_attention"):
+            with plans.one.agreement.entering("burst_attention", once=True):
                 _check(plans.one.length, plans.one.seqlen, (hidden_states,), {})
             places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
             past_key_values = _Places(places.to(hidden_states.device))

@@ -164,7 +164,7 @@ def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
 
 
 def carried(dout: Tensor, delta: Tensor) -> Tensor:
-    """Return the surrogate output of half precision ``dout`` [B, H, rows, Dv] and ``delta``, contiguous, in one pass."""
+    """Return the surrogate output of half precision ``dout`` [B, H, rows, Dv] and ``delta`` in one pass."""
     out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     (batch, heads, length), width = dout.shape[:3], dout.shape[3]
     sizes = {"E": width, "BLOCK_E": power_of_two(width), "M": CARRY_ROWS}
