@@ -131,8 +131,9 @@ def kernel_for(
     softcap: float | None = None,
 ) -> Kernel:
     """Return the kernel that a call under ``mask`` uses."""
-    how = {"documents": mask.parts, "banded": mask.window is not None, "softcap": softcap}
-    return choose(name, device=device, dtype=dtype, head_dims=head_dims, **how)
+    documents, banded = mask.parts, mask.window is not None
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "head_dims": head_dims, "softcap": softcap}
+    return choose(name, documents=documents, banded=banded, **how)
 
 
 def resolve(

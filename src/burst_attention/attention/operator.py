@@ -122,7 +122,8 @@ def attend_backward(
 
     in:     dO, dL; what the forward saved; the plan's handle; U and the number of key-value heads.
     out:    dQ, dK, dV of this rank's shards; this rank's part of the sinks' gradient, empty without sinks.
-    back:   D = rowsum(dO * O) - dL, at home, before anything circulates; with ``cached_results``, and on a single rank, in the kernel.
+    back:   D = rowsum(dO * O) - dL, at home, before anything circulates; in the kernel with ``cached_results`` and on a
+            single rank.
             Per tile: P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q.
             With a soft cap, dS also has the cap's slope, 1 - tanh(s / c)^2.
     wire:   ``query``: (Q, dO, L, D) out and dQ home. ``key-value``: K, V out and dK, dV home.

@@ -20,10 +20,12 @@ class BackwardInputs:
     """Inputs of a backward: the forward's inputs and the rows' dO, lse and D = rowsum(dO * out).
 
     dout is [B, Hq, Sq, Dv]. lse and delta are [B, Hq, Sq] in fp32 or fp64 and cover the whole row, not only these
-    tiles; lse is 0, not -inf, in rows that see nothing. The rest is as in the forward. ``final``: nothing is added to
-    the gradients later, so the kernel may round them to the io dtype. ``out`` [B, Hq, Sq, Dv] takes the place of D where
-    the rank has the rows' results. ``of_lse``: D may include a gradient of the lse, so it may differ from 0 where dO is
-    0.
+    tiles; lse is 0, not -inf, in rows that see nothing. The rest is as in the forward.
+
+    Attributes:
+        final: nothing is added to the gradients later, so the kernel may round them to the io dtype.
+        out: [B, Hq, Sq, Dv], in place of D where the rank has the rows' results.
+        of_lse: D may include a gradient of the lse, so it may differ from 0 where dO is 0.
     """
 
     dout: Tensor

@@ -23,13 +23,13 @@ class Subgroup(Transport):
         self.whole, self.ranks = whole, tuple(ranks)
         self.rank, self.world = self.ranks.index(whole.rank), len(self.ranks)
 
-    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         """Post messages as :meth:`Transport.post` does, with ranks of this subgroup."""
         leaving = [Send(self.ranks[each.peer], each.tensor) for each in sends]
         arriving = [Receive(self.ranks[each.peer], each.tensor) for each in receives]
         self.sent += sum(each.tensor.nbytes for each in sends)
         self.received += sum(each.tensor.nbytes for each in receives)
-        return self.whole.post(leaving, arriving, label=label)
+        return self.whole.post(leaving, arriving, label=label, call=call)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages as :meth:`Transport.wait` does."""
