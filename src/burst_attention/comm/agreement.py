@@ -113,7 +113,12 @@ class Agreement:
             shared[_ORDER] = health.order
             encoded = _encoded({"call": call, "fields": shared, "own": own})
             whole = blake2b(digest + health.order.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
-        records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
+        try:
+            records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
+        except ExchangeError as error:
+            if once and agreed:
+                error.add_note(f"Ranks that repeat a call of {call} don't compare it: is this rank's another? {shared}")
+            raise
         if records is None:
             if len(agreed) >= REMEMBERED:
                 agreed.clear()

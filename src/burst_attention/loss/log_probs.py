@@ -92,7 +92,7 @@ def token_log_probs(
         _check_last(labels, plan, ignore_index)
         check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
     plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures), once=True)
-    with plan.agreement.entering("token_log_probs", once=True):
+    with plan.agreement.entering("unshard", once=True):  # the next call in which ranks meet
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
         local = _own_table(hidden, head, labels, ignore_index, measurement)
     whole = plan.unshard(local, 2, grad="slice")
