@@ -28,9 +28,9 @@ class Counting(LocalTransport):
         super().__post_init__()
         self.sizes: list[int] = []
 
-    def _start(self, operations: Any) -> list[Any]:
+    def _start(self, operations: Any, tag: int) -> list[Any]:
         self.sizes += [each.tensor.nbytes for each in operations if isinstance(each, Send)]
-        return super()._start(operations)
+        return super()._start(operations, tag)
 
 
 def counting(group: LocalGroup) -> Agreement:
@@ -109,6 +109,55 @@ def test_one_rank_that_refuses_or_fails_is_named_by_all(world: int) -> None:
             reported = f"rank {odd} refused the call" if refused else f"rank {odd} failed before the call"
             assert type(error) is (type(raised) if refused or rank == odd else PeerError)
             assert str(raised) in str(error) and (rank == odd or reported in str(error))
+
+
+def test_a_call_is_agreed_on_once_for_its_fields() -> None:
+    def call(agreement: Agreement) -> list[int]:
+        counts = []
+        for scale in (1.0, 1.0, 2.0, 1.0, 2.0):
+            before = len(agreement.transport.sizes)
+            agreement.agree("a call", {"scale": scale}, once=True)
+            counts.append(len(agreement.transport.sizes) - before)
+        return counts
+
+    assert outcomes(3, call) == [[2, 0, 2, 0, 0]] * 3
+
+
+def test_a_later_call_that_one_rank_refuses_is_its_own_error() -> None:
+    """The other ranks don't listen for it, so it must not wait for them."""
+
+    def call(agreement: Agreement) -> str:
+        agreement.agree("a call", {}, once=True)
+        started = time.monotonic()
+        try:
+            with agreement.entering("a call", once=True):
+                if agreement.transport.rank == 1:
+                    raise ValueError("no value")
+        except ValueError as error:
+            assert time.monotonic() - started < TIMEOUT / 2
+            return str(error)
+        agreement.agree("a call", {}, once=True)
+        return "went on"
+
+    assert outcomes(3, call) == ["went on", "no value", "went on"]
+
+
+def test_ranks_that_ran_backwards_in_other_orders_disagree() -> None:
+    """NCCL has no tags that keep them apart, so the next agreement tells."""
+
+    def call(agreement: Agreement) -> None:
+        for number in (1, 2) if agreement.transport.rank else (2, 1):
+            agreement.transport.health.note_backward(number)
+        agreement.agree("a call", {})
+
+    def rank(group: LocalGroup) -> str:
+        with pytest.raises(DisagreementError) as raised:
+            call(counting(group))
+        return str(raised.value)
+
+    with local_world(2, timeout=TIMEOUT) as ranks:
+        for text in ranks.run(rank):
+            assert "the ranks disagree on the order of earlier backwards" in text and "in one order" in text
 
 
 def test_ranks_that_all_refuse_alike_have_not_agreed() -> None:

@@ -12,7 +12,8 @@ import torch
 from burst_train.engines.ulysses import ulysses_attention
 
 import burst_attention
-from burst_attention import PeerError, Strategy, make_plan
+from burst_attention import ExchangeError, PeerError, Strategy, make_plan
+from burst_attention.attention import operator
 from burst_attention.comm.agreement import RECORD_BYTES
 from burst_attention.integrations.hf.attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
@@ -56,16 +57,8 @@ def model(plan):
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank
     "burst_attention": ("burst_attention.attention.entry.check_types", attention),
     "burst_attention as an operator": ("burst_attention.attention.calls.resolve", attention),
-    "the backward of burst_attention": (
-        "burst_attention.attention.operator.prepare_backward",
-        lambda plan: attention(plan).sum().backward(),
-    ),
     "make_plan": ("burst_attention.attention.new_plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
-    "the backward of unshard": (
-        "burst_attention.attention.unshard.check_batches",
-        lambda plan: unshard(plan).sum().backward(),
-    ),
     "next_token_loss": ("burst_attention.loss.next_token.check_arguments", loss),
     "next_token_loss's logits": ("burst_attention.loss.next_token.measure", loss),
     "next_token_nll, reported in the next call": (
@@ -184,8 +177,18 @@ def test_a_rank_keeps_its_error_if_no_peer_can_be_notified() -> None:
         assert "The other ranks could not be notified: rank 1 could not" in ranks.run(call)[1]
 
 
-@pytest.mark.parametrize("what", ["q was written to", "a saved tensor can't be had again"])
-def test_a_rank_that_has_lost_what_it_saved_is_heard_at_once(what):
+@pytest.mark.parametrize("what", ["q was written to", "a saved tensor can't be had again", "no room on the way"])
+def test_a_rank_that_fails_before_its_backward_raises_alone(what, monkeypatch):
+    """Ranks agree on a call once, so the others learn of it at the deadline, or when its process ends."""
+    prepare = operator.prepare_backward
+
+    def prepared(*arguments, **options):
+        if what == "no room on the way" and threading.current_thread().name == "rank 1":
+            raise MemoryError("no room")
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(operator, "prepare_backward", prepared)
+
     def call(plan):
         q, k, v = inputs(plan)
 
@@ -203,6 +206,7 @@ def test_a_rank_that_has_lost_what_it_saved_is_heard_at_once(what):
         out.sum().backward()
 
     # Where what was fetched is kept, q itself is not needed, and may be written to.
-    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2, cache_qkv=False)):
-        assert afterwards is None and seconds < 2
-        assert isinstance(error, RuntimeError | MemoryError) if rank == 1 else type(error) is PeerError, repr(error)
+    (first, *_), (own, seconds, *_) = results_of(call, world=2, cache_qkv=False)
+    assert isinstance(own, RuntimeError | MemoryError) and not isinstance(own, PeerError | ExchangeError)
+    assert seconds < 2
+    assert type(first) is ExchangeError and "could not receive from rank 1" in str(first), repr(first)

@@ -1,13 +1,15 @@
-"""How many programs of the Triton kernel a step starts, with heads cut over eight ranks: none is a loop over shards."""
+"""How many operators and Triton programs a call starts; none reads a value, for which the host would wait on a GPU."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
@@ -18,6 +20,64 @@ from burst_attention.testing import local_world
 kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
 if not kernel_module.interpreted():
     pytest.skip("threads share Triton's interpreter, not a GPU", allow_module_level=True)
+
+# Operators that start no work on a device: views, allocations, and wrappers of others that are counted.
+VIEWS = """
+    alias as_strided chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty permute
+    reshape resize_ resolve_conj resolve_neg result_type select slice split split_with_sizes squeeze t to transpose
+    unbind unflatten unsqueeze view view_as_real
+    _to_copy clone contiguous full full_like new_full new_zeros ones ones_like stack zero_ zeros zeros_like
+"""
+# strategy, ranks -> the most operators of a forward and of a backward, 8 key-value heads. Copies of the threads'
+# transport count, too.
+MOST = {
+    ("auto", 1): (12, 20),
+    ("burst-attention", 4): (60, 200),
+    ("ring-attention", 4): (60, 190),
+    ("ulysses", 4): (60, 60),
+    ("usp:2", 4): (70, 140),
+}
+
+
+def operators_of(strategy: str, world: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> list[Counter[str]]:
+    """The operators of rank 0's forward and backward, in its third call."""
+
+    def rank(group: Any) -> list[Counter[str]] | None:
+        plan = make_plan(64 * world, group=group, strategy=strategy)
+        q, k, v = (torch.randn(1, n, plan.length, 16, dtype=dtype).requires_grad_() for n in (heads, 8, 8))
+
+        def call() -> Iterator[None]:
+            out = burst_attention(q, k, v, plan)
+            yield
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            yield
+
+        for _ in range(2):
+            list(call())
+        if plan.rank:
+            return list(call()) and None
+        steps, counts = call(), []
+        for _ in range(2):
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                next(steps)
+            counts.append(Counter(event.name for event in seen.events() if event.name.startswith("aten::")))
+        return counts
+
+    with local_world(world) as ranks:
+        return ranks.run(rank)[0]
+
+
+@pytest.mark.parametrize(("strategy", "world"), MOST)
+def test_a_call_has_few_operators_and_reads_no_value(
+    strategy: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    for heads in (16, 32):  # the limits hold for any number of heads
+        for counts, most in zip(operators_of(strategy, world, heads), MOST[strategy, world], strict=True):
+            work = Counter({name: count for name, count in counts.items() if name[6:] not in VIEWS.split()})
+            assert counts["aten::_local_scalar_dense"] == 0
+            assert 0 < work.total() <= most, work.most_common()
+
 
 WORLD, HEADS, DIM = 8, 8, 16
 

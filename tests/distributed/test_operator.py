@@ -44,7 +44,7 @@ def test_opcheck(mask, dtype):
     torch.library.opcheck(attend, (q, k, v, sinks, plan.handle, None, 0.8, *more, 15, True, FORMULA_VERSION))
     out, lse, settled, *kept = attend(q, k, v, None, plan.handle, 0.5, None, *more, 7, True, FORMULA_VERSION)
     assert [x.shape for x in kept] == [(0,)] * 5
-    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0, False, None)
+    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0, False, None, True)
     qkv, saved = [x.detach() for x in (q, k, v)], [x.detach() for x in (out, lse, settled)]
     dout, dlse = torch.randn_like(saved[0]), torch.randn_like(saved[1])
     # Second derivatives are not supported, so the gradients have no gradients.
@@ -108,7 +108,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (14, "672e095e5dd6")
+LAST = (15, "8350bf255bad")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

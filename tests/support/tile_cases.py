@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burst_attention.kernels.contract import BackwardInputs, Kernel
+from burst_attention.kernels.contract import BackwardInputs, Kernel, finite_lse
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tiles
 from burst_attention.testing.check import relative_l2
@@ -86,12 +86,12 @@ def compare(
     judge, scale = Reference(softcap), 0.7 / dim**0.5
     out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)
     delta = (out * dout.double()).sum(-1) - float(dlse)
-    wide = (x.double() for x in (dout, q, k, v))
-    right = (out, lse, *judge.backward(BackwardInputs(*wide, lse, delta, tiles, scale)))
-    stats = torch.stack((lse, delta), -1).float().unbind(-1)  # strided, as the sweep gives them
+    wide, seen = (x.double() for x in (dout, q, k, v)), finite_lse(lse)
+    right = (out, lse, *judge.backward(BackwardInputs(*wide, seen, delta, tiles, scale)))
+    stats = torch.stack((seen, delta), -1).float().unbind(-1)  # strided, as the sweep gives them
     mine = (
         *kernel.forward(q, k, v, tiles, scale),
-        *kernel.backward(BackwardInputs(dout, q, k, v, *stats, tiles, scale)),
+        *kernel.backward(BackwardInputs(dout, q, k, v, *stats, tiles, scale, of_lse=dlse)),
     )
     # A gradient can be 0 by cancellation (one key has all the weight). Measure its error relative to the terms.
     floor = 0.05 * (q if dlse else dout).double().norm().item()

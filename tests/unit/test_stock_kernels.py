@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
+from burst_attention.attention import checks
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
@@ -367,13 +368,11 @@ def test_a_single_query_or_key_goes_around_cudnn(installed, monkeypatch):
 
 
 def test_halves_carry_their_own_d():
-    """fp16 quotients underflow: of very many rows none may ask for more columns, which make a kernel slower."""
     make = torch.Generator().manual_seed(0)
     for dtype in (torch.float16, torch.bfloat16):
         dout = torch.randn(1, 4, 50_000, 64, generator=make).to(dtype)
         delta = torch.randn(1, 4, 50_000, generator=make) * torch.rand(1, 4, 50_000, generator=make) ** 4
         out = surrogate_output(dout, delta)
-        assert out is not None
         assert relative_l2((out.double() * dout.double()).sum(-1), delta) < 1e-4
 
 
@@ -384,10 +383,20 @@ def test_d_is_carried_wherever_a_gradient_has_columns(empty):
     dout[:, 1, ..., empty] = 0
     dout[:, :, 7], delta[:, :, 7] = 0, 0
     out = surrogate_output(dout.bfloat16(), delta)
-    assert out is not None
     assert relative_l2((out.double() * dout.bfloat16().double()).sum(-1), delta) < 1e-4
-    dout[:, :, 8] = 0  # and cannot
-    assert surrogate_output(dout.bfloat16(), delta) is None
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 72])
+def test_d_is_carried_by_one_triton_program(width):
+    """In Triton's interpreter, which computes what one launch computes on a GPU."""
+    carried = pytest.importorskip("burst_attention.kernels.triton.kernel").carried
+    make = torch.Generator().manual_seed(0)
+    dout, out = (torch.randn(2, 70, 3, width, generator=make).half().transpose(1, 2) for _ in range(2))
+    dout[:, 0, 3], dout[:, 1, 5, 1:] = 0, 0  # nothing, and a single column
+    delta = (dout.float() * out.float()).sum(-1)
+    made = carried(dout, delta)
+    torch.testing.assert_close(made, surrogate_output(dout, delta), rtol=0, atol=0)
+    assert relative_l2((made.double() * dout.double()).sum(-1), delta) < 1e-5
 
 
 def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
@@ -469,12 +478,12 @@ def fresh():
 
 
 def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fresh):
-    assert explain(device=CPU, dtype=torch.bfloat16) == "aten: chosen for torch.bfloat16 on cpu"
+    assert explain(device=CPU, dtype=torch.bfloat16) == "aten: chosen for torch.bfloat16 on cpu, full and causal tiles"
     assert explain(device="cpu", dtype=torch.bfloat16) == explain(device=CPU, dtype=torch.bfloat16)
     if torch.cuda.is_available():
         pytest.skip("the rest is about a machine without a GPU")
     reported = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
-    assert [line.split(":")[0] for line in reported] == ["flash4", "flash3", "flash2", "triton", "reference"]
+    assert [line.split(":")[0] for line in reported] == ["flash2", "aten-flash", "triton", "reference"]
     assert all(": no, " in line for line in reported[:-1]) and "chosen" in reported[-1]
 
 
@@ -520,12 +529,49 @@ def test_a_soft_cap_goes_to_a_kernel_that_has_one(installed):
                 kernel.capped(2.0)
 
 
-def test_many_documents_go_to_the_kernel_that_takes_them_in_one_launch():
-    cuda = torch.device("cuda")
-    assert kernels.candidates(cuda, torch.bfloat16, many=True)[1] == "flash4"
-    assert kernels.candidates(cuda, torch.bfloat16, many=True)[0] == "triton"
-    assert kernels.candidates(cuda, torch.float64) == ("reference",)
-    assert "triton" in kernels.candidates(cuda, torch.float32)
+@pytest.fixture
+def asked(monkeypatch):
+    """``asked(ordered)`` asks PyTorch for a fixed order of sums, or not."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked.ordered)
+    asked.ordered = False
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("capability", "plain", "windows"),
+    [
+        (8, ["flash2", "aten-flash", "triton"], ["flash2", "triton"]),
+        (9, ["aten-cudnn", "flash3", "flash2", "aten-flash", "triton"], ["flash3", "flash2", "triton"]),
+        (10, ["flash4", "aten-cudnn", "flash2", "triton"], ["flash4", "flash2", "triton"]),
+        (12, ["flash4", "aten-cudnn", "flash2", "triton"], ["flash4", "flash2", "triton"]),
+    ],
+)
+def test_auto_tries_the_fastest_first_unless_sums_must_have_an_order(monkeypatch, asked, capability, plain, windows):
+    monkeypatch.setattr(kernels, "_capability", lambda _: capability)
+    gpu = torch.device("cuda"), torch.bfloat16
+    assert list(kernels.candidates(*gpu)) == [*plain, "reference"]
+    assert list(kernels.candidates(*gpu, banded=True)) == [*windows, "reference"]
+    assert kernels.candidates(*gpu, documents=kernels.MANY_DOCUMENTS)[0] == "triton"
+    assert kernels.candidates(torch.device("cuda"), torch.float64) == ("reference",)
+    assert kernels.candidates(torch.device("cuda"), torch.float32) == ("triton", "reference")
+    asked.ordered = True
+    assert list(kernels.candidates(*gpu)) == [*(name for name in plain if name != "aten-cudnn"), "reference"]
+
+
+def test_flash_attention_adds_in_a_fixed_order_only_if_asked(installed, asked):
+    installed(2, FLASH[2])
+    ops = flash.flash_ops(2)
+    assert ops._settings(Window(None, 0), 1.0)["deterministic"] is False
+    asked.ordered = True
+    assert ops._settings(Window(None, 0), 1.0)["deterministic"] is True
+
+
+def test_the_kernel_of_a_call_follows_its_mask(monkeypatch):
+    seen = []
+    monkeypatch.setattr(checks, "choose", lambda name, **options: seen.append(options))
+    for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=range(101))):
+        checks.kernel_for("auto", mask, device=CPU, dtype=torch.float32, head_dims=(8, 8))
+    assert [(each["banded"], each["documents"]) for each in seen] == [(False, 1), (True, 1), (False, 100)]
 
 
 def test_gradients_of_repeated_heads_are_summed_in_fp32():
