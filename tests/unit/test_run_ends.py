@@ -59,6 +59,7 @@ MAY_CHANGE = {
     "profile": 3,
     "wandb": "project",
     "on_nan": "skip",
+    "deterministic": False,
     "held_out_sequences": 3,
     "save_dtype": "float16",
     "max_positions": 8192,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.buffers import DeviceIndices
@@ -38,7 +39,7 @@ class Options:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     alibi_slopes: Any = None
-    deterministic: bool = False  # ignored: runs are always bit-equal here
+    deterministic: bool = False  # on a GPU it needs torch.use_deterministic_algorithms(True)
     return_attn_probs: bool = False
     group: Any = None
     softcap: float = 0.0
@@ -51,6 +52,10 @@ class Options:
         """
         if self.dropout_p:
             raise ValueError(f"dropout_p={self.dropout_p}: dropout is not supported; pass dropout_p=0.0")
+        if self.deterministic and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
+            raise ValueError(
+                "deterministic=True: call torch.use_deterministic_algorithms(True) for a fixed order of sums"
+            )
         if self.alibi_slopes is not None:
             raise ValueError(
                 "alibi_slopes: ALiBi is not supported; pass alibi_slopes=None and use rotary embeddings for positions"

@@ -88,6 +88,10 @@ class RunConfig:
     """Action on a non-finite loss or gradient. Both choices report the rank and layer where it first appeared.
 
     stop: end the run. skip: leave out the update, discard its data and continue; end after 10 in a row."""
+    deterministic: bool = True
+    """Use only operations that add in a fixed order, so that a resumed run repeats the same bits.
+
+    On a GPU, attention is faster with --no-deterministic. On a CPU every operation has a fixed order."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _REFUSED = {
 # Keywords that models pass on to the attention but that don't change its result.
 _BENIGN = frozenset(
     {
-        "deterministic",  # our sums always have a fixed order
+        "deterministic",  # torch.use_deterministic_algorithms decides on the order of sums
         "use_cache",
         "cache_position",
         "output_hidden_states",

@@ -200,6 +200,10 @@ def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
     if config.parallel.device == "cuda" and memory is not None:
         free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
         check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
+    if config.parallel.device == "cuda" and config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for a fixed order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory that shows only faults
     try:
         summary = train(config, [Screen()], held=True)
     except InterruptedRunError as interrupted:  # the screen has reported it
