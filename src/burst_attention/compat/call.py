@@ -53,9 +53,7 @@ class Options:
         if self.dropout_p:
             raise ValueError(f"dropout_p={self.dropout_p}: dropout is not supported; pass dropout_p=0.0")
         if self.deterministic and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
-            raise ValueError(
-                "deterministic=True: call torch.use_deterministic_algorithms(True) for a fixed order of sums"
-            )
+            raise ValueError("deterministic=True: call torch.use_deterministic_algorithms(True)")
         if self.alibi_slopes is not None:
             raise ValueError(
                 "alibi_slopes: ALiBi is not supported; pass alibi_slopes=None and use rotary embeddings for positions"

@@ -203,7 +203,7 @@ def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
     if config.parallel.device == "cuda" and config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for a fixed order
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory that shows only faults
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # untyped; costs a pass
     try:
         summary = train(config, [Screen()], held=True)
     except InterruptedRunError as interrupted:  # the screen has reported it
