@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 1 << 25  # a block's copy in the accumulation dtype; smaller blocks cost operators, larger ones memory
+# The most bytes of a temporary copy, on CPUs and on GPUs: smaller blocks cost operators, larger ones memory.
+BLOCK_BYTES = (1 << 25, 1 << 28)
 
 
 def head_blocks(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Yield slices of the heads of ``x`` [B, H, rows, D], of which only one at a time is copied in ``dtype``.
-
-    All heads at once where no copy is made: on a GPU, whose operators widen as they read, and in the same dtype.
-    """
+    """Yield slices of the heads of ``x`` [B, H, rows, D], so that a copy of one in ``dtype`` takes little memory."""
     heads, size = x.shape[1], x.numel() * dtype.itemsize
-    most = heads if x.is_cuda or x.dtype == dtype else max(1, heads * BLOCK_BYTES // max(1, size))
+    most = max(1, heads * BLOCK_BYTES[x.is_cuda] // max(1, size))
     for first in range(0, heads, most):
         yield slice(first, min(first + most, heads))
+
+
+def _blocks_to_widen(x: Tensor, dtype: torch.dtype) -> Iterable[slice]:
+    return [slice(None)] if x.dtype == dtype else head_blocks(x, dtype)
 
 
 def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     total = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - total).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
     weight = weight.to(out.dtype).unsqueeze(-1)
-    for heads in head_blocks(part_out, out.dtype):
+    for heads in _blocks_to_widen(part_out, out.dtype):
         out[:, heads].lerp_(part_out[:, heads].to(out.dtype), weight[:, heads])
     lse.copy_(total)
 
@@ -52,7 +54,7 @@ def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 def add_(total: Tensor, part: Tensor) -> None:
     """Add ``part`` [B, H, rows, D] to ``total`` in place."""
-    for heads in head_blocks(part, total.dtype):
+    for heads in [slice(None)] if part.is_cuda else _blocks_to_widen(part, total.dtype):  # a GPU widens as it reads
         total[:, heads].add_(part[:, heads])  # += would also copy the sum to itself
 
 
