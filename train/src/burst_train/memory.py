@@ -38,7 +38,7 @@ class MemoryConfig:
     offload: Offload = "none"
     """Where the layer inputs saved by --remat are kept: none, host or disk:DIR. none: on the device.
 
-    host: pinned host memory (GPUs only; on one H100 it freed half of the inputs). disk:DIR: a file in the folder DIR."""
+    host: pinned host memory (GPUs only; on one H100 it freed half of them). disk:DIR: a file in the folder DIR."""
     attention_chunks: Count = 1
     """Project, attend and project back this many groups of heads, one group at a time (burst and ring).
 
