@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # The most bytes of a temporary copy, on CPUs and on GPUs: smaller blocks cost operators, larger ones memory.
-BLOCK_BYTES = (1 << 25, 1 << 28)
+BLOCK_BYTES = (1 << 22, 1 << 28)
 
 
 def head_blocks(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
