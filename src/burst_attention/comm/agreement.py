@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from .dissemination import DIGEST_BYTES, NOTHING, Summary, disseminate, gather
 from .transport import ExchangeError, Transport
 
 RECORD_BYTES = 2048
-REMEMBERED = 1 << 16  # calls that need no second agreement, by name; packed masks make a new one for each batch
+REMEMBERED = 1 << 12  # calls that need no second agreement, by name; a scale that changes makes a new one
 TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
 _ORDER = "the order of earlier backwards"
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
@@ -44,9 +44,18 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Exchange records over ``transport``, whose group must carry CPU tensors."""
+    """Exchange records over ``transport``, whose group must carry CPU tensors.
+
+    It remembers which calls the ranks made alike. Each plan has its own, so that the first call of every plan is
+    compared, and a refusal of it reaches all ranks.
+    """
 
     transport: Transport
+    agreed: dict[str, set[bytes]] = field(default_factory=dict, init=False)  # digests of calls, by name
+
+    def anew(self) -> Agreement:
+        """Return an agreement over the same transport that remembers no call."""
+        return replace(self)
 
     @contextmanager
     def entering(self, call: str, *, once: bool = False) -> Iterator[None]:
@@ -65,11 +74,11 @@ class Agreement:
         try:
             yield
         except (TypeError, ValueError) as error:
-            if once and self.transport.health.agreed.get(call):
+            if once and self.agreed.get(call):
                 raise
             self.refuse(error)
         except Exception as error:
-            if self.transport.world > 1 and not (once and self.transport.health.agreed.get(call)):
+            if self.transport.world > 1 and not (once and self.agreed.get(call)):
                 self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {_text(error)}")}, error)
             raise
 
@@ -87,7 +96,7 @@ class Agreement:
 
         Args:
             fields: values that must be equal on all ranks. All values must be JSON types; floats arrive exactly.
-            once: send nothing if the ranks of the group agreed on the same call with the same fields before. A rank
+            once: send nothing if the ranks agreed here on the same call with the same fields before. A rank
                 that alone makes another call then waits for the others, until the deadline.
             own: this rank's values, which may differ by rank.
             remedy: the last sentence of a disagreement's message.
@@ -106,7 +115,7 @@ class Agreement:
             # Equal values give equal texts. If texts differ, the records decide whether the values do.
             digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
             health = self.transport.health
-            agreed = health.agreed.setdefault(call, set())
+            agreed = self.agreed.setdefault(call, set())
             if once and digest in agreed:
                 return [None] * self.transport.world
             # Tags keep backwards apart on gloo, where a wrong order ends at the deadline. NCCL has no tags.

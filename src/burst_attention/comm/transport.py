@@ -71,7 +71,6 @@ class Health:
     """
 
     failure: str | None = None  # an earlier error on the group
-    agreed: dict[str, set[bytes]] = field(default_factory=dict)  # digests of calls that the ranks agreed on, by name
     calls: int = 0  # made on the group; a backward is identified by the number of its call
     order: int = 0  # a digest of the order in which backwards ran
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
