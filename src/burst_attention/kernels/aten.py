@@ -55,7 +55,9 @@ class Aten(Stock[Piece]):
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
         return (out.flip(2), lse.flip(2)) if launch.reverse else (out, lse)
 
-    def run_backward(self, launch: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> tuple[Tensor, ...]:
+    def run_backward(
+        self, launch: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = inputs
         dout, q, out, lse = (_slice(x, launch.q_start, launch.q_stop, launch.reverse) for x in (dout, q, out, lse))
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))

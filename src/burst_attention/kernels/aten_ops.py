@@ -64,6 +64,7 @@ class CpuFlash:
     name: ClassVar[str] = "aten"
     multiple: ClassVar[int] = 1
     widest: ClassVar[int | None] = None
+    takes_delta: ClassVar[bool] = False
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cpu":
@@ -101,6 +102,7 @@ class Cudnn:
     name: ClassVar[str] = "aten-cudnn"
     multiple: ClassVar[int] = 8
     widest: ClassVar[int | None] = 128
+    takes_delta: ClassVar[bool] = False
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, range(8, 13))
@@ -143,6 +145,7 @@ class Efficient:
     name: ClassVar[str] = "aten-efficient"
     multiple: ClassVar[int] = 8
     widest: ClassVar[int | None] = WIDEST
+    takes_delta: ClassVar[bool] = False
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
@@ -181,6 +184,7 @@ class CudaFlash:
     name: ClassVar[str] = "aten-flash"
     multiple: ClassVar[int] = MULTIPLE
     widest: ClassVar[int] = WIDEST
+    takes_delta: ClassVar[bool] = False
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, range(8, 13))
@@ -193,7 +197,16 @@ class CudaFlash:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+        scale: float,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = (None, None, q.shape[1], k.shape[1])
         dq, dk, dv = _aten._flash_attention_backward(

@@ -33,7 +33,8 @@ class Generation:
     backward: str
     capabilities: range  # compute capability, major
     unlimited: int | None  # value for an unlimited side of the window
-    widest: int  # head dim
+    widest: int = 256  # head dim
+    needed: frozenset[str] = frozenset()  # parameters of the backward that its versions must have
 
 
 GENERATIONS = {
@@ -44,14 +45,20 @@ GENERATIONS = {
         "_flash_attn_backward",
         range(8, 13),
         -1,
-        256,
     ),
     3: Generation(
-        "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1, 256
+        "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1
     ),
-    # On capability 9.x, its backward supports neither windows nor a fixed summation order.
+    # Versions without ``dlse`` had neither windows nor a fixed order in backwards on capability 9.x. On 10.x the
+    # package itself refuses most head dimensions above 128.
     4: Generation(
-        "flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", range(10, 12), None, 128
+        "flash-attn-4",
+        "flash_attn.cute.interface",
+        "_flash_attn_fwd",
+        "_flash_attn_bwd",
+        range(9, 12),
+        None,
+        needed=frozenset({"dlse"}),
     ),
 }
 
@@ -77,6 +84,11 @@ class FlashOps:
     def widest(self) -> int:
         return GENERATIONS[self.generation].widest
 
+    @property
+    def takes_delta(self) -> bool:
+        """Return whether the backward subtracts a gradient of the lse in fp32: with out = 0, it can be given -D."""
+        return "dlse" in getattr(self.run_back, "takes", ())
+
     def capped(self, softcap: float) -> FlashOps:
         source = GENERATIONS[self.generation]
         if any("softcap" not in getattr(each, "takes", ()) for each in (self.run, self.run_back)):
@@ -91,11 +103,21 @@ class FlashOps:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+        scale: float,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
-        self.run_back({**tensors, "softmax_lse": lse, "lse": lse, **self._settings(window, scale)})
+        rows = {"softmax_lse": lse, "lse": lse, "dlse": None if delta is None else delta.neg()}
+        self.run_back({**tensors, **rows, **self._settings(window, scale)})
         return dq, dk, dv
 
     def _settings(self, window: Window, scale: float) -> dict[str, Any]:
@@ -144,7 +166,9 @@ def flash_ops(generation: int) -> FlashOps:
             f"{source.package}, or use kernel='triton'"
         ) from None
     forward = _called_by_name(source, getattr(module, source.forward, None), source.forward, FORWARD, {"return_lse"})
-    backward = _called_by_name(source, getattr(module, source.backward, None), source.backward, BACKWARD, LSE)
+    backward = _called_by_name(
+        source, getattr(module, source.backward, None), source.backward, BACKWARD | source.needed, LSE
+    )
     return FlashOps(generation, forward, backward)
 
 

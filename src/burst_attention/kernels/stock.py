@@ -33,6 +33,9 @@ class Ops(Protocol):
     @property
     def widest(self) -> int | None: ...
 
+    @property
+    def takes_delta(self) -> bool: ...  # whether a backward with out = 0 can be given D
+
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError if the device or dtype is not supported."""
         ...
@@ -57,8 +60,13 @@ class Stock(ABC, Generic[Launch]):
         """Return (out, lse) of a launch's rows. A row that sees nothing in this launch has lse -inf."""
 
     @abstractmethod
-    def run_backward(self, launch: Launch, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> Sequence[Tensor]:
-        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out)."""
+    def run_backward(
+        self, launch: Launch, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out).
+
+        ``delta``: D, if the ops take it; ``out`` is then 0.
+        """
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
         """Convert ``x`` to the dtype of the computation."""
@@ -94,12 +102,15 @@ class Stock(ABC, Generic[Launch]):
         """Run the launches and add up their (dq, dk, dv)."""
         lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
-        if inputs.out is None:
-            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest, of_lse=inputs.of_lse)
-        else:
+        delta = inputs.row_delta() if inputs.out is None and self.ops.takes_delta else None
+        if inputs.out is not None:
             calls = (BackwardCall(dout, self.computed(inputs.out, backward=True)),)
+        elif delta is not None:
+            calls = (BackwardCall(dout, torch.zeros_like(dout)),)
+        else:
+            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest, of_lse=inputs.of_lse)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
-            grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale)
+            grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale, delta=delta)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
             return dq, dk, dv
         sums = GradientSums(q, k, v)
@@ -107,7 +118,7 @@ class Stock(ABC, Generic[Launch]):
             tensors = self._padded(call, q, k, v)
             for launch in launches:
                 rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
-                sums.add(self.run_backward(launch, tensors, lse, scale), rows, columns, call)
+                sums.add(self.run_backward(launch, tensors, lse, scale, delta=delta), rows, columns, call)
         return sums.dq, sums.dk, sums.dv
 
     def _padded(self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -66,9 +66,18 @@ class WindowedOps(Ops, Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+        scale: float,
+        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
+        """Return (dq, dk, dv). ``delta``: D [B, Hq, Sq] in fp32 where ``out`` is 0, if the ops take it."""
         ...
 
 
@@ -99,11 +108,15 @@ class Windowed(Stock[Tile]):
             raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
         return replace(self, ops=self.ops.capped(softcap))
 
-    def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
+    def run_backward(
+        self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
+    ) -> list[Tensor]:
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
-        grads = self.ops.backward(dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(launch), scale)
+        of_rows = lse[:, :, rows].contiguous(), window_of(launch), scale
+        given = {} if delta is None else {"delta": delta[:, :, rows].contiguous()}
+        grads = self.ops.backward(dout, q, k, v, out, *of_rows, **given)
         return [x.transpose(1, 2) for x in grads]
 
     def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
