@@ -18,9 +18,10 @@ from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.attention import checks
-from burst_attention.kernels import aten, aten_ops, choose, explain, flash
+from burst_attention.kernels import aten, aten_ops, choose, explain, flash, prove
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
+from burst_attention.kernels.remembered import Remembered
 from burst_attention.kernels.surrogate import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
@@ -494,7 +495,7 @@ def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fres
     )
 
 
-def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
+def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch, tmp_path):
     class Wrong(Reference):
         name = "wrong"
 
@@ -505,13 +506,29 @@ def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
     monkeypatch.setitem(kernels._MAKERS, "triton", Wrong)
     monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("triton", "reference"))
     device = torch.device("meta")  # not the CPU, because its kernels aren't checked again
-    monkeypatch.setattr(
-        kernels,
-        "check_against_reference",
-        lambda kernel, _, dtype, dims, **options: check_against_reference(kernel, CPU, dtype, dims, **options),
-    )
+    proofs = []
+
+    def check(kernel, _, dtype, dims, **options):
+        proofs.append(kernel.name)
+        check_against_reference(kernel, CPU, dtype, dims, **options)
+
+    monkeypatch.setattr(prove, "check_against_reference", check)
+    monkeypatch.setattr(prove, "_PROVED", Remembered("proved.json", tmp_path))
     assert choose("auto", device=device, dtype=torch.float32).name == "reference"
     assert "triton (its out is wrong" in explain(device=device, dtype=torch.float32)
+    assert proofs == ["wrong"]
+
+
+def test_what_proved_right_is_remembered_by_the_next_process(fresh, monkeypatch, tmp_path):
+    monkeypatch.setitem(kernels._MAKERS, "triton", lambda: replace(Reference(), block=BLOCK))
+    monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("triton", "reference"))
+    monkeypatch.setattr(prove, "_PROVED", Remembered("proved.json", tmp_path))
+    proofs = []
+    monkeypatch.setattr(prove, "check_against_reference", lambda kernel, *_, **how: proofs.append(how["fixed_order"]))
+    for ordered in (False, False, True):
+        kernels._choose_auto.cache_clear()  # as a new process has none
+        kernels._choose_auto(torch.device("meta"), torch.float32, (16, 16), kernels._PLAIN, None, ordered)
+    assert proofs == [False, True]
 
 
 def test_a_soft_cap_goes_to_a_kernel_that_has_one(installed):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +24,7 @@ pytest.importorskip("triton")
 kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
 if not kernel_module.interpreted():
     pytest.skip("on a GPU tests/gpu runs the compiled kernels", allow_module_level=True)
+from burst_attention.kernels.remembered import Remembered  # noqa: E402
 from burst_attention.kernels.triton.blocks import meetings  # noqa: E402
 from burst_attention.kernels.triton.tuning import Sizes, Trial, Tuner, alike, candidates, fixed_sizes, kind_of  # noqa: E402
 
@@ -154,17 +154,27 @@ def test_widths_without_registers_are_refused():
 
 
 def test_sizes_are_remembered_on_disk_and_a_broken_file_is_no_trouble(tmp_path):
-    tuner = Tuner(folder=tmp_path)
-    assert tuner.read() == {}
-    tuner.known["some key"] = Sizes(64, 32, 4, 2)
-    tuner.write()
-    other = Tuner(folder=tmp_path)
-    other.known["another"] = Sizes(16, 16, 4, 1)
-    other.write()
-    assert Tuner(folder=tmp_path).read() == {"some key": Sizes(64, 32, 4, 2), "another": Sizes(16, 16, 4, 1)}
-    assert json.loads(tuner.path.read_text())
-    tuner.path.write_text("{broken")
-    assert tuner.read() == {}
+    file = Remembered("sizes.json", tmp_path / "new")
+    assert Tuner(file).read() == {}
+    for key, sizes in (("some key", Sizes(64, 32, 4, 2)), ("another", Sizes(16, 16, 4, 1))):
+        file.add({key: sizes._asdict()})
+    assert Tuner(file).read() == {"some key": Sizes(64, 32, 4, 2), "another": Sizes(16, 16, 4, 1)}
+    for broken in ("{broken", "[]", '{"a": {"m": 1, "surprise": 2}}'):
+        file.path.write_text(broken)
+        assert Tuner(file).read() == {}
+
+
+def test_sizes_are_measured_only_when_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(Tuner, "key", lambda self, program, q, v, kind: f"{program} {kind}")
+    monkeypatch.setattr(Tuner, "measure", lambda self, kernel, program, *_: Sizes(16, 16, 4, len(program)))
+    q, _, v, _ = inputs(8, 8, 16, 16)
+    tiles = Tiles(np.array(BANDS["causal"]))
+    tuner = Tuner(Remembered("sizes.json", tmp_path))
+    assert tuner.sizes("forward", q, v, tiles) == fixed_sizes(16, 16, torch.float32)
+    tuner.measure_all(kernel_module.Triton(), q, v)
+    later = Tuner(Remembered("sizes.json", tmp_path))
+    assert tuner.sizes("forward", q, v, tiles) == later.sizes("forward", q, v, tiles) == Sizes(16, 16, 4, 7)
+    assert len(later.read()) == 9
 
 
 @pytest.mark.parametrize("program", ["forward", "backward_queries", "backward_keys"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ COMMAND = "burst calibrate"
 @dataclass(frozen=True, kw_only=True)
 class CalibrateArguments:
     """Measure kernels and links and save the rates. The planner then uses them. Takes about half a minute.
+
+    On a GPU it also measures the block sizes of the Triton kernel, in about two more minutes.
 
     Without torchrun, the command launches local workers. Under torchrun it uses torchrun's ranks on all nodes:
     torchrun --nproc-per-node 2 -m burst_attention.cli calibrate [OPTIONS].
@@ -45,8 +48,6 @@ class CalibrateArguments:
 
 def _writable(path: Path) -> bool:
     """Return whether the file can be created, missing folders included."""
-    import os
-
     folder = next(each for each in path.absolute().parents if each.exists())
     return folder.is_dir() and os.access(folder, os.W_OK)
 
@@ -58,6 +59,7 @@ def main(arguments: list[str]) -> int:
 
 def _calibrate(arguments: CalibrateArguments) -> None:
     from burst_attention.attention.calibrate import calibrate
+    from burst_attention.kernels import measure_block_sizes
     from burst_attention.launch.join import join
 
     with join(device=arguments.device, timeout=arguments.timeout) as context:
@@ -65,6 +67,8 @@ def _calibrate(arguments: CalibrateArguments) -> None:
         if context.rank == 0:
             write_rates(rates, arguments.path)
             _show(rates, arguments.path)
+    if context.device.type == "cuda" and os.environ["LOCAL_RANK"] == "0":  # one rank of a node; all read its file
+        measure_block_sizes(context.device)
 
 
 def _show(rates: Rates, path: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+from hashlib import blake2b
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +15,10 @@ from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs, Continuing, Kernel, finite_lse
 from .merge import row_dot
 from .reference import Reference
+from .remembered import Remembered
+
+_PROVED = Remembered("proved-kernels.json")
+_OTHERS = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 # In order: causal; windows over a tall and over a wide rectangle, which differ by the corner they are aligned to; full;
 # tall and limited on the left only. Each has several blocks and odd sizes; some rows and columns have no tile.
@@ -29,6 +38,39 @@ ROWS, COLUMNS = 1034, 337
 # cuDNN before 9.26 has given NaN in dQ where the columns are 64 more than a multiple of 128 and lse is below -88.7.
 FAR = Tiles(np.array([Tile(0, 256, 0, 192, -191, 255)], np.int64))
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # relative L2
+
+
+def check_once(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    *,
+    fixed_order: bool,
+    softcap: float | None = None,
+) -> None:
+    """Call :func:`check_against_reference`, unless the same kernel passed it before on such a device."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    versions = torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), _sources(), *_packages()
+    key = " | ".join(map(str, (kernel.name, gpu, *versions, dtype, head_dims, fixed_order, softcap)))
+    if key in _PROVED.read():
+        return
+    check_against_reference(kernel, device, dtype, head_dims, fixed_order=fixed_order, softcap=softcap)
+    _PROVED.add({key: True})
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of our kernels' sources."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Return the versions of the packages that kernels come from, as far as they are installed."""
+    known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return tuple(f"{name} {known[name]}" for name in _OTHERS if name in known)
 
 
 def check_against_reference(

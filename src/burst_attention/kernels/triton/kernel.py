@@ -30,7 +30,7 @@ class Triton:
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
     Partial results are fp32. The block sizes fix the summation order, so runs with the same sizes are bit-equal. If
-    ``tuned``, they are measured on first use and cached on disk. Otherwise, and under
+    ``tuned``, those that ``burst calibrate`` measured are used. Otherwise, and under
     ``torch.use_deterministic_algorithms(True)``, they are fixed.
     """
 
@@ -136,7 +136,7 @@ class Triton:
         # Sizes fix the summation order, and measured sizes may differ between machines.
         if not self.tuned or interpreted() or torch.are_deterministic_algorithms_enabled():
             return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
-        return self.tuner.sizes(self, program, q, v, tiles)
+        return self.tuner.sizes(program, q, v, tiles)
 
 
 def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:

@@ -1,13 +1,9 @@
-"""Block sizes: a fixed choice, or the fastest of several candidates, measured once and cached on disk."""
+"""Block sizes: a fixed choice, or the fastest of several candidates if ``burst calibrate`` has measured them."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +11,12 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tile, Tiles
-from ..contract import BackwardInputs, capturing, on_device_of
+from ..contract import BackwardInputs, on_device_of
+from ..remembered import Remembered
 
 _MEASURING = threading.Lock()  # ranks may be threads on one device and would disturb each other's measurements
+_MEASURED = ("forward", "backward_queries", "backward_keys")
+_KINDS = ("full", "banded", "many")
 
 
 class Sizes(NamedTuple):
@@ -60,35 +59,33 @@ def kind_of(tiles: Tiles) -> str:
 
 @dataclass(eq=False)
 class Tuner:
-    """Measures sizes on representative tensors; caches the fastest in memory and in a file."""
+    """Measures sizes on representative tensors; remembers the fastest in a file."""
 
-    folder: Path | None = None  # of the file; None for the user's cache folder
-    known: dict[str, Sizes] = field(default_factory=dict)
+    file: Remembered = field(default_factory=lambda: Remembered("triton-sizes.json"))
+    known: dict[str, Sizes] | None = None  # None before the file is read
 
-    def sizes(self, kernel: Any, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
-        """Return the sizes for ``program`` of a Triton kernel on tensors like these; measure them if unknown."""
-        key = self.key(program, q, v, tiles)
+    def sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
+        """Return the sizes for ``program`` on tensors like these: measured ones if known, else the fixed choice."""
+        if self.known is None:
+            self.known = self.read()
+        return self.known.get(self.key(program, q, v, kind_of(tiles))) or fixed_sizes(q.shape[3], v.shape[3], q.dtype)
+
+    def measure_all(self, kernel: Any, q: Tensor, v: Tensor) -> None:
+        """Measure the sizes of every program and kind of tiles for tensors like q and v, and remember them."""
         with _MEASURING:
-            if key not in self.known:
-                self.known.update(self.read())
-            if key not in self.known:
-                # During a graph capture, the measurement would become part of the graph.
-                if capturing():
-                    return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
-                try:
-                    self.known[key] = self.measure(kernel, program, q, v, kind_of(tiles))
-                except torch.OutOfMemoryError:  # the measurement needs extra tensors; the call itself may still fit
-                    return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
-                self.write()
-            return self.known[key]
+            for program in _MEASURED:
+                for kind in _KINDS:
+                    sizes = self.measure(kernel, program, q, v, kind)
+                    self.file.add({self.key(program, q, v, kind): sizes._asdict()})
+            self.known = self.read()
 
-    def key(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> str:
-        """Return the cache key: everything that the best sizes depend on."""
+    def key(self, program: str, q: Tensor, v: Tensor, kind: str) -> str:
+        """Return everything that the best sizes depend on."""
         import triton
 
         device = torch.cuda.get_device_name(q.device)
         widths = f"{q.shape[3]}x{v.shape[3]}"
-        return f"{device} | triton {triton.__version__} | {program} | {widths} | {q.dtype} | {kind_of(tiles)}"
+        return f"{device} | triton {triton.__version__} | {program} | {widths} | {q.dtype.itemsize} bytes | {kind}"
 
     def measure(self, kernel: Any, program: str, q: Tensor, v: Tensor, kind: str, rows: int = 4096) -> Sizes:
         """Return the fastest candidate, over ``rows`` tokens of 8 heads, that agrees with the fixed choice."""
@@ -112,32 +109,12 @@ class Tuner:
                     best, least = sizes, took
         return best
 
-    @property
-    def path(self) -> Path:
-        """The file of cached sizes."""
-        folder = self.folder
-        if folder is None:
-            given = os.environ.get("XDG_CACHE_HOME")
-            folder = (Path(given) if given else Path.home() / ".cache") / "burst-attention"
-        return folder / "triton-sizes.json"
-
     def read(self) -> dict[str, Sizes]:
-        """Read the cached sizes; return an empty dict if the file is missing or invalid."""
+        """Read the remembered sizes; return an empty dict if the file is missing or invalid."""
         try:
-            return {key: Sizes(**sizes) for key, sizes in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # RuntimeError: no home folder
+            return {key: Sizes(**sizes) for key, sizes in self.file.read().items()}
+        except TypeError:
             return {}
-
-    def write(self) -> None:
-        """Merge the known sizes into the file. Replacing it atomically is safe with concurrent writers."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {key: sizes._asdict() for key, sizes in (self.read() | self.known).items()}
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, self.path)
-        except (OSError, RuntimeError):
-            pass  # without a cache file, the next process measures again
 
 
 class Trial:
