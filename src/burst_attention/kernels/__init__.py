@@ -213,7 +213,7 @@ def _choose_auto(
             kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims, softcap=softcap)
             # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
             if device.type != "cpu" and name not in ("reference", "blockwise"):
-                # Fixed block sizes need no measurement, so other ranks wait less.
+                # Whatever sizes were measured, the fixed ones always work.
                 fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
                 check_once(fixed, device, dtype, head_dims, fixed_order=ordered, softcap=softcap)
         except torch.OutOfMemoryError:
