@@ -148,7 +148,8 @@ def plans_mixed_up(group: Any, one: list[int], other: list[int]) -> tuple:
     sent = mine.transport.sent
     reported = caught(burst_attention, *tensors(mine), mine)
     moved = mine.transport.sent - sent
-    burst_attention(*tensors(plans[1]), plans[1]).sum().backward()
+    plan = make_plan(SEQLEN, hardware=Hardware(nodes=other), **options)
+    burst_attention(*tensors(plan), plan).sum().backward()
     return *reported, moved
 
 
