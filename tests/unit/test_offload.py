@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import make_plan
 from burst_attention.memory.disk import DiskStore, DiskTicket, Space
 from burst_attention.memory.offload import Offloading, offloading
 from burst_attention.memory.store import OffloadError
@@ -78,7 +77,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def offload_to(store) -> Offloading:
-    return Offloading(store, agreement=make_plan(8).agreement)
+    return Offloading(store)
 
 
 def gradients(model: Layers, x: torch.Tensor) -> list[torch.Tensor]:
@@ -318,11 +317,11 @@ def test_a_store_that_is_collected_removes_its_file(tmp_path) -> None:
 )
 def test_bad_places_are_refused(where: str, why: str) -> None:
     with pytest.raises(ValueError, match="memory=Memory") as caught:
-        offloading(where, make_plan(8).agreement)
+        offloading(where)
     assert why in str(caught.value) and where in str(caught.value)
 
 
 def test_host_memory_is_for_gpus() -> None:
-    offload = offloading("host", make_plan(8).agreement)
+    offload = offloading("host")
     with pytest.raises(ValueError, match="'cpu'; pass memory=Memory\\(offload='disk:DIR'\\)"):
         Layers()(*inputs(), offload)

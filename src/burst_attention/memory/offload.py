@@ -18,13 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..comm.agreement import Agreement
 from .disk import DiskStore
 from .host import HostStore
 from .store import Store
 
 HOST, DISK = "host", "disk:"
-_CALL = "offload"  # the name that the other ranks' errors show
 
 
 @dataclass(eq=False)
@@ -42,16 +40,10 @@ class _Saved:
 
 
 class Offloading:
-    """Saves chosen tensors in a store.
+    """Saves chosen tensors in a store, which keeps the copies. A rank whose store fails raises alone."""
 
-    Args:
-        store: keeps the copies.
-        agreement: notifies the other ranks of an error here (``plan.agreement``). They raise PeerError at their next
-            call.
-    """
-
-    def __init__(self, store: Store, *, agreement: Agreement) -> None:
-        self._store, self._agreement = store, agreement
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._last: weakref.ref[_Saved] | None = None
 
     def hooks(self, *tensors: Tensor) -> saved_tensors_hooks:
@@ -71,8 +63,7 @@ class Offloading:
         return saved_tensors_hooks(pack, unpack)
 
     def _put(self, x: Tensor) -> _Saved:
-        with self._agreement.entering(_CALL):
-            ticket = self._store.put(x)
+        ticket = self._store.put(x)
         saved = _Saved(ticket, self._last)
         # The graph may be read again (retain_graph), so the copy lives as long as the graph.
         weakref.finalize(saved, self._store.free, ticket).atexit = False
@@ -80,19 +71,15 @@ class Offloading:
         return saved
 
     def _get(self, saved: _Saved) -> Tensor:
-        with self._agreement.entering(_CALL):
-            x = self._store.get(saved.ticket)
-            before = None if saved.before is None else saved.before()
-            if before is not None:
-                self._store.fetch(before.ticket)
+        x = self._store.get(saved.ticket)
+        before = None if saved.before is None else saved.before()
+        if before is not None:
+            self._store.fetch(before.ticket)
         return x
 
 
-def offloading(where: str, agreement: Agreement) -> Offloading:
+def offloading(where: str) -> Offloading:
     """Return the Offloading of ``memory=Memory(offload=where)``; ``where`` and errors as in :func:`check_place`.
-
-    Args:
-        agreement: see :class:`Offloading`.
 
     Raises:
         ValueError: files can't be written to DIR.
@@ -102,7 +89,7 @@ def offloading(where: str, agreement: Agreement) -> Offloading:
         store = HostStore() if where == HOST else DiskStore(where.removeprefix(DISK))
     except ValueError as error:
         raise ValueError(f"memory=Memory(offload={where!r}): {error}") from error
-    return Offloading(store, agreement=agreement)
+    return Offloading(store)
 
 
 def check_place(where: str) -> None:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.remat import keep_attention
-from burst_attention.comm.agreement import Agreement
 from burst_attention.memory.offload import Offloading, check_place, offloading
 from burst_attention.memory.store import Store
 
@@ -70,12 +69,11 @@ class Memory:
                 "recompute='layer', or leave attention_chunks out"
             )
 
-    def apply(self, body: nn.Module, agreement: Agreement, *, store: Store | None = None) -> None:
+    def apply(self, body: nn.Module, *, store: Store | None = None) -> None:
         """Apply the options to the decoder layers of a transformers model, in place, before its weights are sharded.
 
         Args:
             body: the model without its head.
-            agreement: notifies the other ranks if a copy fails (``plan.agreement``).
             store: keeps the inputs in place of the store that ``offload`` names.
 
         Raises:
@@ -85,9 +83,9 @@ class Memory:
         if self != Memory() and not layers:
             raise ValueError(f"memory={self!r} needs decoder layers of transformers; {type(body).__name__} has none")
         if store is not None:
-            copies: Offloading | None = Offloading(store, agreement=agreement)
+            copies: Offloading | None = Offloading(store)
         else:
-            copies = None if self.offload is None else offloading(self.offload, agreement)
+            copies = None if self.offload is None else offloading(self.offload)
         context = keep_attention if self.recompute == "keep-attention" else noop_context_fn
         if self.mlp_chunks > 1:
             inside = [module for layer in layers for module in (*_feed_forward(layer), *_norms(layer))]

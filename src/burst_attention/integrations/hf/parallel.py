@@ -106,7 +106,7 @@ def parallelize(
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
     try:
         with plan.agreement.entering("parallelize"):
-            memory.apply(vision.text_of(base), plan.agreement)
+            memory.apply(vision.text_of(base))
         plan.agreement.agree(
             "parallelize", {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
         )

@@ -18,7 +18,7 @@ def keep_less(body: nn.Module, memory: MemoryConfig, agreement: Agreement, *, st
     """Apply ``memory`` to a transformers model without its head, in place. Call it before FSDP2 shards the layers.
 
     Args:
-        agreement: notifies the other ranks of an error in offloading.
+        agreement: of the ranks that share sequences: all refuse what one can't do.
         store: keeps the layers' inputs in place of the one that ``--offload`` names.
 
     Raises:
@@ -30,7 +30,7 @@ def keep_less(body: nn.Module, memory: MemoryConfig, agreement: Agreement, *, st
             attention_chunks=memory.attention_chunks,
             mlp_chunks=memory.mlp_chunks,
             offload=None if memory.offload == "none" else memory.offload,
-        ).apply(body, agreement, store=store)
+        ).apply(body, store=store)
     agreement.agree("the model", {"memory": repr(memory)})
     if memory.compile:
         for layer in body.modules():
