@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
+from burst_attention import DisagreementError, ExchangeError, PeerError, burst_attention, make_plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.dissemination import NO_RANK, Summary, rounds
 from burst_attention.comm.local import LocalGroup, LocalTransport
@@ -157,7 +157,10 @@ def test_ranks_that_ran_backwards_in_other_orders_disagree() -> None:
 
     with local_world(2, timeout=TIMEOUT) as ranks:
         for text in ranks.run(rank):
-            assert "the ranks disagree on the order of earlier backwards" in text and "in one order" in text
+            assert (
+                "the ranks disagree on earlier calls and the order of their backwards" in text
+                and "in one order" in text
+            )
 
 
 def test_ranks_that_all_refuse_alike_have_not_agreed() -> None:
@@ -257,3 +260,20 @@ def test_who_gives_up_tells_whom_it_missed(monkeypatch: pytest.MonkeyPatch) -> N
     for number in (0, 2, 3, 4):
         assert "rank 1" in texts[number][0] and texts[number][1] < 5
     assert "rank 4 could not finish the agreement on a call: rank 2 can't reach rank 1" in texts[4][0]
+
+
+def swapped(group: Any) -> list[str]:
+    """Two calls that all ranks know; at last rank 1 makes the other one."""
+    plan, reports = make_plan(16, group=group, timeout=2), []
+    q, k, v = (torch.randn(1, 2, plan.length, 8) for _ in range(3))
+    for scale in (0.25, 0.75, 0.25 if plan.rank else 0.75):
+        try:
+            burst_attention(q, k, v, plan, scale=scale)
+        except Exception as error:
+            reports.append(type(error).__name__)
+    return reports
+
+
+def test_ranks_that_swap_two_known_calls_never_mix_them() -> None:
+    with local_world(2) as ranks:
+        assert ranks.run(swapped) == [["ExchangeError"]] * 2

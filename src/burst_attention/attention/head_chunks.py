@@ -29,7 +29,6 @@ from .passes import Pass, Tensors
 from .plan import Plan
 from .sweep import sweeps
 
-BACKWARD = "the backward of burst_attention"
 Stretches = tuple[tuple[int, int], ...]  # (first row, row behind the last) of a weight; empty: all rows
 
 

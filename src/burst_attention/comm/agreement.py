@@ -27,7 +27,7 @@ from .transport import ExchangeError, Transport
 RECORD_BYTES = 2048
 REMEMBERED = 1 << 12  # calls that need no second agreement, by name; a scale that changes makes a new one
 TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
-_ORDER = "the order of earlier backwards"
+_ORDER = "earlier calls and the order of their backwards"
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -117,11 +117,13 @@ class Agreement:
             health = self.transport.health
             agreed = self.agreed.setdefault(call, set())
             if once and digest in agreed:
+                health.note(int.from_bytes(digest[:6], "big"))
                 return [None] * self.transport.world
-            # Tags keep backwards apart on gloo, where a wrong order ends at the deadline. NCCL has no tags.
-            shared[_ORDER] = health.order
+            # The history marks messages on gloo: ranks in different calls wait until the deadline, and never add up
+            # what does not belong together. NCCL has no tags: there only the next agreement compares histories.
+            shared[_ORDER] = health.history
             encoded = _encoded({"call": call, "fields": shared, "own": own})
-            whole = blake2b(digest + health.order.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
+            whole = blake2b(digest + health.history.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
         try:
             records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
         except ExchangeError as error:
@@ -133,6 +135,7 @@ class Agreement:
                 agreed.clear()
             if once:
                 agreed.add(digest)
+                health.note(int.from_bytes(digest[:6], "big"))
             return [None] * self.transport.world
         _raise_refusal(records, self.transport.rank)
         calls = [record["call"] for record in records]
@@ -147,7 +150,7 @@ class Agreement:
         }
         if odd:
             differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-            known = {_ORDER: "Run the backwards of all calls in one order on every rank", **(remedies or {})}
+            known = {_ORDER: "Make all calls and run their backwards in one order on every rank", **(remedies or {})}
             ways = dict.fromkeys(known.get(name, remedy) for name in odd)
             raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
         return [record["own"] for record in records]

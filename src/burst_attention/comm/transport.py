@@ -40,7 +40,8 @@ Operation = Send | Receive
 # Up to this size, all tensors for one peer in one exchange are packed into one message. A gloo message costs three
 # packets and three thread wake-ups, about 100 microseconds. Copying this many bytes takes about 10.
 PACKED_BYTES = 1 << 16
-CALLS = 1 << 20  # numbers of calls that tags tell apart; gloo's tags have 31 bits
+HISTORIES = 1 << 52  # float64 holds each; the high bits are the best mixed
+CALLS = 1 << 20  # histories that tags tell apart; gloo's tags have 31 bits
 
 
 class ExchangeError(RuntimeError):
@@ -71,19 +72,21 @@ class Health:
     """
 
     failure: str | None = None  # an earlier error on the group
-    calls: int = 0  # made on the group; a backward is identified by the number of its call
-    order: int = 0  # a digest of the order in which backwards ran
+    history: int = 0  # a digest of all calls and backwards so far, in their order; equal on all ranks
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
 
+    def note(self, what: int) -> int:
+        """Add an event to the history; return the new history, which marks the event's messages."""
+        self.history = (self.history * 6_364_136_223_846_793_005 + what + 1) % HISTORIES
+        return self.history
+
     def next_call(self) -> int:
-        """Return a new call number, the same on all ranks that make the same calls in one order."""
-        self.calls += 1
-        return self.calls
+        """Return the number of a new call, the same on ranks with the same history."""
+        return self.note(0)
 
     def note_backward(self, number: int) -> int:
         """Note that the backward of a call begins; return the number that marks its messages."""
-        self.order = (self.order * 1_000_003 + number) % (1 << 61)
-        return -number
+        return self.note(number)
 
     def fail(self, label: str, error: BaseException) -> None:
         """Mark the group as failed: other ranks now wait for messages that this rank will never send."""
@@ -139,7 +142,7 @@ class Transport:
         pending = Pending(label, messages, [], packed)
         if operations:
             try:
-                pending.works = self._start(pending.operations, self.tag + (call % CALLS << 8))
+                pending.works = self._start(pending.operations, self.tag + (call * CALLS // HISTORIES << 8))
             except RuntimeError as error:
                 peers = sorted({each.peer for each in operations})
                 problem = f"could not start messages with rank {', '.join(map(str, peers))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from .reference import Reference
 from .remembered import Remembered
 
 _PROVED = Remembered("proved-kernels.json")
-_OTHERS = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend")
+_OTHERS = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 
 # In order: causal; windows over a tall and over a wide rectangle, which differ by the corner they are aligned to; full;
 # tall and limited on the left only. Each has several blocks and odd sizes; some rows and columns have no tile.
@@ -69,7 +70,8 @@ def _sources() -> str:
 @functools.cache
 def _packages() -> tuple[str, ...]:
     """Return the versions of the packages that kernels come from, as far as they are installed."""
-    known = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    found = importlib.metadata.distributions()
+    known = {re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(): each.version for each in found}
     return tuple(f"{name} {known[name]}" for name in _OTHERS if name in known)
 
 

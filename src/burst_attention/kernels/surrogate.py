@@ -88,11 +88,12 @@ def backward_calls(
 ) -> tuple[BackwardCall, ...]:
     """Return the stock backward calls that together compute with D = ``delta``.
 
-    Usually one call. If D may include a gradient of the lse (``of_lse``), columns are appended. If that would exceed
+    Usually one call. If D may include a gradient of the lse (``of_lse``), and in fp16, which can't hold every quotient
+    D / max |dO|, columns are appended. If that would exceed
     the head dimension ``widest``, there are two calls instead: one with D = 0 and one with D only. Gradients are linear
     in (dO, D), and with v = 0 the term dO v' - D is only -D.
     """
-    if not of_lse:
+    if not of_lse and dout.dtype != torch.float16:
         return (BackwardCall(dout, surrogate_output(dout, delta)),)
     wide, columns = appended_columns(dout, delta)
     if widest is None or wide.shape[-1] <= widest:

@@ -99,10 +99,11 @@ def next_token_nll(
         [B, S_local] in nats, fp32 (fp64 for fp64); 0 where the label is ``ignore_index``.
 
     Raises:
-        TypeError, ValueError: an argument is bad. The other ranks raise in their next call with this plan.
+        TypeError, ValueError: an argument is bad. The other ranks raise in their next call with this plan, if they
+            compare it, and otherwise at the deadline.
     """
     check_plan(plan)
-    with plan.agreement.entering("next_token_nll"):
+    with plan.agreement.entering("unshard", once=True):  # where ranks meet next
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
         check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)

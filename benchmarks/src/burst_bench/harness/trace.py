@@ -57,9 +57,9 @@ class TracedTransport(Transport):
     trace: Trace
     posted: dict[int, float] = field(default_factory=dict)
 
-    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         start = time.perf_counter()
-        pending = super().post(sends, receives, label=label)
+        pending = super().post(sends, receives, label=label, call=call)
         self.posted[id(pending)] = start
         return pending
 

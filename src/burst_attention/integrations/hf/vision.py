@@ -174,7 +174,7 @@ class _Seam(nn.Module):
         call = vars(self).get(_CALL)
         if call is None:
             return super().forward(*args, **kwargs)
-        with call.plan.agreement.entering("the model"):
+        with call.plan.agreement.entering("burst_attention", once=True):
             given = _whole(call, args, kwargs)
             plans, mask = seam_masks.with_groups(call.plans, given.pop("attention_mask", None), call.rows)
             shard = _cut(call.plan, given)
