@@ -32,8 +32,8 @@ VIEWS = """
 # transport count, too.
 MOST = {
     ("auto", 1): (12, 20),
-    ("burst-attention", 4): (60, 200),
-    ("ring-attention", 4): (60, 190),
+    ("burst-attention", 4): (80, 200),
+    ("ring-attention", 4): (80, 190),
     ("ulysses", 4): (60, 60),
     ("usp:2", 4): (70, 140),
 }

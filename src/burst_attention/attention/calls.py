@@ -126,6 +126,19 @@ def kept(keeping: Tensors | None) -> dict[str, bool]:
     return {"keep": keeping is not None, "results": len(keeping or ()) > 3}
 
 
+def lost_rows(q: Tensor) -> Tensor | None:
+    """Return [B, H, S_local]: NaN for rows whose query holds a NaN or an infinity, else 0; None on a GPU.
+
+    PyTorch's operator for CPUs takes a row whose scores are all NaN for one that sees nothing, and gives 0.
+    """
+    return None if q.is_cuda else (q * 0).sum(-1)
+
+
+def with_lost_rows(out: Tensor, lse: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the result of :func:`lost_rows` to a call's results, in place."""
+    return (out, lse) if lost is None else (out.add_(lost.unsqueeze(-1)), lse.add_(lost))
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of rows that also see a sink: a logit for each head, without a value (gpt-oss).
 

@@ -22,7 +22,17 @@ from torch.nn.functional import linear
 from ..kernels.precision import accumulation_dtype
 from ..plan.program import Program
 from ..plan.rows import Side
-from .calls import Settled, prepare_backward, prepare_forward, rounded_gradients, row_delta, sink_gradient, with_sinks
+from .calls import (
+    Settled,
+    lost_rows,
+    prepare_backward,
+    prepare_forward,
+    rounded_gradients,
+    row_delta,
+    sink_gradient,
+    with_lost_rows,
+    with_sinks,
+)
 from .checks import check_types, shared_fields, split_heads
 from .derivatives import differentiable_once
 from .passes import Pass, Tensors
@@ -145,17 +155,19 @@ class _Call:
         lse = q.new_empty(batch, chunks * heads, rows, dtype=accumulation_dtype(q.dtype))
         del q
         sinks: list[Tensor | None] = []  # of the chunks so far
+        lost: list[Tensor | None] = []
 
         def prepared(n: int) -> tuple[Program, Pass]:
             call = first.pop() if first else self._run(hidden, n, self._parts(weights, n))
             sinks.append(call.sinks)
+            lost.append(lost_rows(call.q))
             return self._prepared(call, wanted, n)
 
         passes = (prepared(n) for n in range(chunks))  # holds no chunk's q, k and v
         for chunk, sums in enumerate(self._swept(passes)):
             at = slice(chunk * heads, (chunk + 1) * heads)
             part, log_sum = sums.pop(Side.QUERY)
-            part, log_sum = with_sinks(part, log_sum, sinks[chunk])
+            part, log_sum = with_sinks(*with_lost_rows(part, log_sum, lost[chunk]), sinks[chunk])
             out[:, :, at].copy_(part.transpose(1, 2))
             lse[:, at].copy_(log_sum)
             del part, log_sum

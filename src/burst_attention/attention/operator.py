@@ -17,11 +17,13 @@ from ..plan.rows import Side
 from .calls import (
     SETTLED,
     Settled,
+    lost_rows,
     prepare_backward,
     prepare_forward,
     rounded_gradients,
     row_delta,
     sink_gradient,
+    with_lost_rows,
     with_sinks,
 )
 from .checks import shared_fields
@@ -94,7 +96,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices, call=number)
     out, log_sum = sums[Side.QUERY]
-    out, log_sum = with_sinks(out, log_sum, sinks)
+    out, log_sum = with_sinks(*with_lost_rows(out, log_sum, lost_rows(q)), sinks)
     settled = Settled.of(number, call, of_lse=return_lse)
     kept_q, kept_k, kept_v, kept_out, kept_lse = kept
     rounded = out.to(q.dtype).contiguous()

@@ -81,9 +81,7 @@ class CpuFlash:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
-        # The operator takes a row whose scores are all NaN for one that sees nothing, and gives 0.
-        lost = q.isfinite().all(-1).logical_not_()
-        return out.masked_fill_(lost.unsqueeze(-1), math.nan), lse.masked_fill_(lost, math.nan)
+        return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
