@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, burst_attention, make_plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.dissemination import NO_RANK, Summary, rounds
 from burst_attention.comm.local import LocalGroup, LocalTransport
-from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, pack
+from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, Transport, pack
 from burst_attention.testing import local_world
 
 WORLDS = (1, 2, 3, 5, 8)
@@ -277,3 +278,35 @@ def swapped(group: Any) -> list[str]:
 def test_ranks_that_swap_two_known_calls_never_mix_them() -> None:
     with local_world(2) as ranks:
         assert ranks.run(swapped) == [["ExchangeError"]] * 2
+
+
+class Untagged(Transport):
+    """Messages that match in the order of posting, as NCCL's do."""
+
+    def _has_tags(self, operations: Any) -> bool:
+        return False
+
+    def _start_one(self, each: Any, tag: int) -> Any:
+        return super()._start_one(each, tag & 0xFF)
+
+
+def swapped_without_tags() -> list[str]:
+    """Two calls that both ranks know, forward and backward; then rank 1 makes them in the other order."""
+    plan, reports = make_plan(16, group=dist.new_group(), timeout=5), []  # its failure is no other test's
+    old = plan.transport
+    vars(plan).update(transport=Untagged(old.group, old.timeout, old.tag, old.health))
+    q, k, v = (torch.randn(1, 2, plan.length, 8, requires_grad=True) for _ in range(3))
+    for scale in (0.25, 0.75, 0.25, 0.75, *((0.25, 0.75) if plan.rank else (0.75, 0.25))):
+        try:
+            burst_attention(q, k, v, plan, scale=scale).sum().backward()
+            reports.append("")
+        except Exception as error:
+            reports.append(f"{type(error).__name__}: {error}")
+    return reports
+
+
+def test_ranks_that_swap_two_known_calls_without_tags_are_named(pools: Any) -> None:
+    for rank, reports in enumerate(pools(2).run(swapped_without_tags)):
+        assert reports[:4] == [""] * 4
+        told = [report for report in reports[4:] if report]
+        assert told and f"ExchangeError: rank {rank}: rank {1 - rank} made another call" in told[0]

@@ -131,6 +131,9 @@ class LocalGroup:
 class LocalTransport(Transport):
     """Messages between threads."""
 
+    def _has_tags(self, operations: Sequence[Operation]) -> bool:
+        return True
+
     def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         group: Any = self.group
         works = []

@@ -42,6 +42,7 @@ Operation = Send | Receive
 PACKED_BYTES = 1 << 16
 HISTORIES = 1 << 52  # float64 holds each; the high bits are the best mixed
 CALLS = 1 << 20  # histories that tags tell apart; gloo's tags have 31 bits
+MARK_TAG = 0xB2  # of the numbers of calls; those of :mod:`.link` come before it, the bits of calls above it
 
 
 class ExchangeError(RuntimeError):
@@ -74,6 +75,8 @@ class Health:
     failure: str | None = None  # an earlier error on the group
     history: int = 0  # a digest of all calls and backwards so far, in their order; equal on all ranks
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
+    marked: int = 0  # the call whose number was last sent beside its tensors, and those messages in flight
+    marks: dict[tuple[type, int], tuple[Tensor, Any]] = field(default_factory=dict)
 
     def note(self, what: int) -> int:
         """Add an event to the history; return the new history, which marks the event's messages."""
@@ -122,7 +125,8 @@ class Transport:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
 
         ``call``: the number of the call that it belongs to. On gloo and between threads, messages of different calls
-        don't match, so ranks that run the backwards of several calls in different orders wait until the deadline.
+        don't match, so ranks that run the backwards of several calls in different orders wait until the deadline. NCCL
+        has no tags: there ranks send each other the number, and compare it when their next call begins.
 
         Between two ranks, messages of one exchange match in the order given. Both ranks must post matching messages, of
         sizes that they have agreed on. Small messages to one peer are packed into one. Raise ExchangeError if the group
@@ -142,12 +146,49 @@ class Transport:
         pending = Pending(label, messages, [], packed)
         if operations:
             try:
+                if call and not self._has_tags(pending.operations):
+                    self._mark(call, pending.operations)
                 pending.works = self._start(pending.operations, self.tag + (call * CALLS // HISTORIES << 8))
+            except ExchangeError:
+                raise
             except RuntimeError as error:
                 peers = sorted({each.peer for each in operations})
                 problem = f"could not start messages with rank {', '.join(map(str, peers))}"
                 raise self._failure(problem, label, 0.0, error, peers[0] if len(peers) == 1 else None) from error
         return pending
+
+    def _has_tags(self, operations: Sequence[Operation]) -> bool:
+        return all(each.tensor.is_cpu for each in operations)
+
+    def _mark(self, call: int, operations: Sequence[Operation]) -> None:
+        """Exchange the number of a call with its peers, as CPU tensors; raise if the call before was not the same.
+
+        Nobody waits for a number in its own call, so the host runs ahead of its peers by one call at most.
+        """
+        marks = self.health.marks
+        if call != self.health.marked:
+            arrived = Pending("the order of calls", [kind(peer, x) for (kind, peer), (x, _) in marks.items()], [])
+            arrived.works = [work for _, work in marks.values()]
+            operations_before = arrived.operations
+            self.wait(arrived)
+            marks.clear()
+            odd = [each.peer for each in operations_before if each.tensor.item() != self.health.marked]
+            if odd:
+                raise self._other_order(odd[0])
+            self.health.marked = call
+        for each in operations:
+            if (key := (type(each), each.peer)) not in marks:
+                number = torch.tensor([call if isinstance(each, Send) else -1])
+                marks[key] = number, self._start_one(type(each)(each.peer, number), MARK_TAG)
+
+    def _other_order(self, peer: int) -> ExchangeError:
+        self.health.failure = f"rank {peer} made another call than this rank"
+        error = ExchangeError(
+            f"rank {self.rank}: rank {peer} made another call, or the same calls in another order; the results of the "
+            f"last two calls are wrong. Make all calls and run their backwards in one order on every rank"
+        )
+        error.peer = peer
+        return error
 
     def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         """Start the operations; return works to wait for, one per operation or one for all."""
