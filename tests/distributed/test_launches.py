@@ -28,13 +28,12 @@ VIEWS = """
     unbind unflatten unsqueeze view view_as_real
     _to_copy clone contiguous full full_like new_full new_zeros ones ones_like stack zero_ zeros zeros_like
 """
-# strategy, ranks -> the most operators of a forward and of a backward, 8 key-value heads. Copies of the threads'
-# transport count, too.
+# strategy, ranks -> the most operators of a forward and of a backward, 8 key-value heads.
 MOST = {
     ("auto", 1): (12, 20),
-    ("burst-attention", 4): (80, 200),
-    ("ring-attention", 4): (80, 190),
-    ("ulysses", 4): (60, 60),
+    ("burst-attention", 4): (80, 160),
+    ("ring-attention", 4): (80, 160),
+    ("ulysses", 4): (60, 80),
     ("usp:2", 4): (70, 140),
 }
 

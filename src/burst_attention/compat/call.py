@@ -52,8 +52,6 @@ class Options:
         """
         if self.dropout_p:
             raise ValueError(f"dropout_p={self.dropout_p}: dropout is not supported; pass dropout_p=0.0")
-        if self.deterministic and torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
-            raise ValueError("deterministic=True: call torch.use_deterministic_algorithms(True)")
         if self.alibi_slopes is not None:
             raise ValueError(
                 "alibi_slopes: ALiBi is not supported; pass alibi_slopes=None and use rotary embeddings for positions"
@@ -98,6 +96,8 @@ def attend(
         q, k, v = (_batched(x, documents is not None) for x in _unpacked(tensors, packed_dim=1 if documents else 2))
         length = q.shape[2]
         borders = None if documents is None else documents(length, transport.world)
+        if options.deterministic and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+            raise ValueError("deterministic=True: call torch.use_deterministic_algorithms(True)")
         mask = options.mask(borders)
         if transport.world > 1 and layout.startswith("zigzag"):
             _check_halves(borders or (0, length * transport.world), transport.world)

@@ -52,7 +52,8 @@ def _carry(out: Tensor, dout: Tensor, delta: Tensor) -> None:
 
     The second quotient is clamped: it is large only if it carries the rounding error of delta itself.
     """
-    at = _two_largest(dout)
+    size = torch.abs(dout, out=out)
+    at = size.topk(min(2, dout.shape[-1]), -1).indices
     carriers = dout.gather(-1, at).to(delta.dtype)
     carriers.masked_fill_(carriers.logical_not(), 1.0)  # what a column says does not count where dout is 0
     first, second = carriers[..., 0], carriers[..., -1]  # a single column carries what it can
@@ -62,16 +63,6 @@ def _carry(out: Tensor, dout: Tensor, delta: Tensor) -> None:
     if at.shape[-1] > 1:
         parts[..., 1].copy_(torch.addcmul(delta, high, first, value=-1).div_(second).clamp_(-most, most))
     out.zero_().scatter_(-1, at, parts)
-
-
-def _two_largest(x: Tensor) -> Tensor:
-    """Return the columns of the largest and the second largest |x| [..., 2]; of a single column [..., 1]."""
-    size = x.abs()
-    first = size.max(-1, keepdim=True).indices
-    if x.shape[-1] == 1:
-        return first
-    second = size.scatter_(-1, first, -1.0).max(-1, keepdim=True).indices  # two searches are faster than topk
-    return torch.cat((first, second), -1)
 
 
 @dataclass(frozen=True, eq=False)

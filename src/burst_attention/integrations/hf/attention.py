@@ -115,6 +115,7 @@ class Attention:
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             stated = [] if getattr(plan, "masked", False) else [causal]
+        with chosen.agreement.entering("burst_attention", once=True):  # other layers may have other plans
             checks.check_causal(chosen, stated if request is None else [*stated, request.causal])
             checks.check_lengths(query, key, chosen)
             checks.check_rope(getattr(module, "config", None))
