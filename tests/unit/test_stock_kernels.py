@@ -398,9 +398,13 @@ def test_d_is_carried_by_one_triton_program(width):
     dout, out = (torch.randn(2, 70, 3, width, generator=make).half().transpose(1, 2) for _ in range(2))
     dout[:, 0, 3], dout[:, 1, 5, 1:] = 0, 0  # nothing, and a single column
     delta = (dout.float() * out.float()).sum(-1)
-    made = carried(dout, delta)
-    torch.testing.assert_close(made, surrogate_output(dout, delta), rtol=0, atol=0)
-    assert relative_l2((made.double() * dout.double()).sum(-1), delta) < 1e-5
+    made, plain = carried(dout, delta), surrogate_output(dout, delta)
+    size = dout.abs().sort(-1, descending=True).values
+    tied = (size[..., :-1][..., :2] == size[..., 1:3]).any(-1)  # either column may come first
+    assert tied.sum() < 20
+    torch.testing.assert_close(made[~tied], plain[~tied], rtol=0, atol=0)
+    for each in (made, plain):
+        assert relative_l2((each.double() * dout.double()).sum(-1), delta) < 1e-5
 
 
 def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
