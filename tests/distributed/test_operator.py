@@ -105,10 +105,12 @@ _PREPARED = (
     "prepare_backward",
     "row_delta",
     "rounded_gradients",
+    "lost_rows",
+    "with_lost_rows",
     "with_sinks",
     "sink_gradient",
 )
-LAST = (15, "8350bf255bad")
+LAST = (16, "1cf4d4cef42a")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

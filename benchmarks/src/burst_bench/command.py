@@ -38,6 +38,7 @@ PROGRAMS: Mapping[str, str] = {
     "memory": "claims.memory",
     "packing": "claims.packing",
     "peers": "peers.compare",
+    "step": "claims.step",
 }
 WRITES = ("results.json", "report.html")
 
