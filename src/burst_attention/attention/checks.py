@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -157,9 +157,7 @@ def resolve(
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
-    shape = _shape(q, k, v)
-    plan.usage.shapes.add(replace(shape, batch=1))
-    groups, circulate = plan.planner.settle(plan.schedule, shape, groups)
+    groups, circulate = plan.settle(_shape(q, k, v), groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     return ResolvedCall(plan, scale, circulate, groups, chosen, softcap)

@@ -18,10 +18,12 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
 from ..plan.cost import Shape, Traffic
+from ..plan.groups import Groups
 from ..plan.layout import STRETCHES, Layout
 from ..plan.mask import Mask
 from ..plan.rows import Side
 from ..plan.schedule import Schedule
+from ..planner.choice import Candidate
 from ..planner.explain import explain
 from ..planner.planner import Planner
 from . import unshard as resharding
@@ -70,6 +72,7 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
+    settled: dict[tuple[Shape, Groups], Candidate]  # results of settle
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
     def __init__(
@@ -87,7 +90,7 @@ class Plan:
         length, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
         handle = next(_HANDLES)
         vars(self).update(indices=indices or DeviceIndices(), length=length, key_length=keys, handle=handle)
-        vars(self).update(handle_text=str(handle), splits={})
+        vars(self).update(handle_text=str(handle), splits={}, settled={})
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -256,6 +259,14 @@ class Plan:
         """
         groups = self.planner.choose_groups(self.schedule, shape)
         return groups.query, self.schedule.slice_length(groups) if groups.keep else 0
+
+    def settle(self, shape: Shape, groups: Groups) -> Candidate:
+        """Return a call's chunks and what circulates, for a split of heads; decided once for each shape."""
+        found = self.settled.get((shape, groups))
+        if found is None:
+            self.usage.shapes.add(replace(shape, batch=1))
+            found = self.settled[shape, groups] = self.planner.settle(self.schedule, shape, groups)
+        return found
 
     def decide_splits(self) -> None:
         """Decide how to split the heads of expected calls, and of calls like earlier ones.

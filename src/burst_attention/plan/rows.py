@@ -21,12 +21,17 @@ class Side(Enum):
     QUERY = "query"
     KEY = "key"
 
+    # Every call looks up many dictionaries of sides: Enum's own hash is a function in Python.
+    __hash__ = object.__hash__
+
 
 class Direction(Enum):
     """The two passes of a call."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+    __hash__ = object.__hash__
 
     @property
     def returns(self) -> tuple[Side, ...]:
