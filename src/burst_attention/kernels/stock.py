@@ -103,6 +103,7 @@ class Stock(ABC, Generic[Launch]):
         lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
         delta = inputs.row_delta() if inputs.out is None and self.ops.takes_delta else None
+        calls: tuple[BackwardCall, ...]
         if inputs.out is not None:
             calls = (BackwardCall(dout, self.computed(inputs.out, backward=True)),)
         elif delta is not None:

@@ -114,9 +114,11 @@ class Windowed(Stock[Tile]):
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
-        of_rows = lse[:, :, rows].contiguous(), window_of(launch), scale
-        given = {} if delta is None else {"delta": delta[:, :, rows].contiguous()}
-        grads = self.ops.backward(dout, q, k, v, out, *of_rows, **given)
+        of_rows = dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(launch), scale
+        if delta is None:
+            grads = self.ops.backward(*of_rows)
+        else:
+            grads = self.ops.backward(*of_rows, delta=delta[:, :, rows].contiguous())
         return [x.transpose(1, 2) for x in grads]
 
     def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
