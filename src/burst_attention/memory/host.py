@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, cuda
@@ -125,7 +126,7 @@ class PinnedMemory:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}  # by size: (slab, first byte)
+        self._free: dict[int, list[tuple[Any, int]]] = {}  # by size: (slab, first byte)
 
     def take(self, like: Tensor) -> Tensor:
         """Return a dense CPU tensor like ``like``. Its memory is free again once the tensor is gone."""
