@@ -137,7 +137,8 @@ class PinnedMemory:
             free += [(slab, start) for start in range(0, slab.nbytes() - size + 1, size)]
         storage, start = free.pop()
         # Not a view of the slab: views share the counter of changes in place.
-        x = torch.empty(0, dtype=like.dtype).set_(storage, start // like.itemsize, like.shape)
+        x = torch.empty(0, dtype=like.dtype)
+        x.set_(storage, start // like.itemsize, like.shape, torch.empty(like.shape, device="meta").stride())
         weakref.finalize(x, free.append, (storage, start)).atexit = False
         return x
 
