@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..plan.layout import BALANCED
 from ..plan.mask import Mask
 from .plan import Plan
 
@@ -25,6 +28,9 @@ class Chunked(NamedTuple):
 Reach: TypeAlias = int | Chunked | None  # what layers see: a sliding window, a chunk, or everything before
 PlanArgument: TypeAlias = Plan | Mapping[Reach, Plan]  # one plan for all layers, or one per reach
 
+_Documents: TypeAlias = tuple[int, tuple[int, ...] | None]  # tokens, and the borders of their documents
+
+MOST_AHEAD = 4  # batches
 PADDING = "a padding mask (zeros in attention_mask)"
 SAME_BATCH = (
     "Every rank of a group needs the same whole batch. Give their samplers the same seed, and give the loader one "
@@ -110,6 +116,70 @@ class Plans(Mapping[Reach, Plan]):
 
     def __len__(self) -> int:
         return len(self._by_window)
+
+
+class PlanCache:
+    """A least-recently-used cache of plans, by sequence length, documents and layer window.
+
+    Args:
+        base: a plan; all plans share its group, layout and route.
+        windows: what the model's layers see.
+        causal: whether the model's attention is.
+        kept: the number of (length, documents) pairs whose plans the cache holds.
+    """
+
+    def __init__(self, base: Plan, windows: Iterable[Reach], *, causal: bool = True, kept: int = 16) -> None:
+        self.base, self.causal = base, causal
+        self._windows = list(dict.fromkeys(windows))
+        self._kept = kept
+        self._plans: OrderedDict[_Documents, Plans] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: dict[_Documents, Future[Plans]] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_thread": None, "_coming": {}}
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the rows of a batch become documents of one row: the layout ``balanced`` places documents."""
+        return self.base.layout == BALANCED
+
+    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
+        """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
+        key = seqlen, cu_seqlens
+        coming = self._coming.pop(key, None)
+        if coming is not None and coming.exception() is None:
+            self._plans[key] = coming.result()
+        if key not in self._plans:
+            self._plans[key] = self._make(*key)
+        self._plans.move_to_end(key)
+        while len(self._plans) > self._kept:
+            self._plans.popitem(last=False)
+        return self._plans[key]
+
+    def ahead(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> None:
+        """Let a thread make what a later :meth:`get` returns, with the programs of calls like those so far."""
+        key = seqlen, cu_seqlens
+        if key in self._plans or key in self._coming:
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "burst-plans")
+        while len(self._coming) >= MOST_AHEAD:
+            self._coming.pop(next(iter(self._coming))).cancel()
+        self._coming[key] = self._thread.submit(self._make_ready, *key)
+
+    def _make(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
+        first = self.base.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
+        return Plans.by_windows(first, self._windows, cu_seqlens)
+
+    def _make_ready(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
+        plans = self._make(seqlen, cu_seqlens)
+        for plan in plans.values():
+            plan.make_ready()
+        return plans
 
 
 def widest_of(reaches: Iterable[Reach]) -> int | None:

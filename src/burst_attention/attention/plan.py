@@ -21,7 +21,7 @@ from ..plan.cost import Shape, Traffic
 from ..plan.groups import Groups
 from ..plan.layout import STRETCHES, Layout
 from ..plan.mask import Mask
-from ..plan.rows import Side
+from ..plan.rows import Direction, Side
 from ..plan.schedule import Schedule
 from ..planner.choice import Candidate
 from ..planner.explain import explain
@@ -264,7 +264,7 @@ class Plan:
         """Return a call's chunks and what circulates, for a split of heads; decided once for each shape."""
         found = self.settled.get((shape, groups))
         if found is None:
-            self.usage.shapes.add(replace(shape, batch=1))
+            self.usage.note_kind(shape, groups)
             found = self.settled[shape, groups] = self.planner.settle(self.schedule, shape, groups)
         return found
 
@@ -274,10 +274,23 @@ class Plan:
         A compiler can't run the planner. It would guard on this plan's handle, and so compile again for each plan.
         """
         known = self.planner.known
-        for shape in {*self.usage.shapes, *([known] if known else [])}:
+        for shape in {*(replace(shape, batch=1) for shape, _ in tuple(self.usage.calls)), *([known] if known else [])}:
             key = split_key(*astuple(shape)[1:7])
             with suppress(ValueError):  # the call itself raises it
                 self.splits[key] = self.split(shape)
+
+    def make_ready(self) -> None:
+        """Build now, in any thread, what the first calls like earlier ones would build."""
+        _ = self.schedule.description, self._positions
+        for shape, before in tuple(self.usage.calls):
+            with suppress(ValueError):  # the call itself raises it
+                heads, cached = self.split(replace(shape, batch=1))
+                keep = cached > 0 and (before.keep or before.query == 1)
+                results = keep and heads == self.world and (before.results or before.query == 1)
+                split = Groups.of(heads, q_heads=shape.q_heads, kv_heads=shape.kv_heads, keep=keep, results=results)
+                groups, circulate = self.settle(shape, split)
+                for direction in Direction:
+                    self.schedule.program(circulate, direction, groups)
 
     @renamed(OF_CALL)
     def bytes(

@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..plan.cost import Shape
+from ..plan.groups import Groups
+
+MOST_CALLS = 16
 
 
 class Usage:
@@ -22,7 +25,7 @@ class Usage:
         self._batches = WeakIdKeyDictionary()  # tensor given out -> its batch: [whether an attention used the plan]
         self._latest = [True]  # nothing was given out yet, so nothing to refuse
         self._noted = False
-        self.shapes: set[Shape] = set()  # of the calls so far, with one row each
+        self.calls: dict[tuple[Shape, Groups], None] = {}  # the kinds of calls so far, the latest last
 
     def mark_sharded(self, positions: Tensor, labels: Tensor | None) -> None:
         """Record that a batch was cut into shards with these positions and labels."""
@@ -40,6 +43,13 @@ class Usage:
         known = isinstance(positions, Tensor) and positions in self._batches
         for batch in [self._batches[positions]] if known else self._batches.values():
             batch[0] = True
+
+    def note_kind(self, shape: Shape, groups: Groups) -> None:
+        """Record a call's shape and how its heads were split."""
+        self.calls.pop((shape, groups), None)
+        self.calls[shape, groups] = None
+        while len(self.calls) > MOST_CALLS:
+            del self.calls[next(iter(self.calls))]
 
     def note_call(self) -> None:
         """Record a call of the attention: by a model, which has noted its positions already, or directly."""

@@ -74,12 +74,14 @@ class Prediction:
 
 def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
     """Return ``make()`` for this key, remembered if it was made recently."""
-    if key not in kept:
-        kept[key] = make()
+    try:  # another thread may drop the oldest at any time
+        kept.move_to_end(key)
+        return kept[key]
+    except KeyError:
+        value = kept[key] = make()
         if len(kept) > MOST_REMEMBERED:
             kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+        return value
 
 
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:

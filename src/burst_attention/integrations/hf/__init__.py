@@ -28,13 +28,14 @@ from .heads import find_form, find_head, next_token_loss, next_token_nll, token_
 from .memory import Memory
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
-from .parallel import parallelize, unparallelize
+from .parallel import ahead, parallelize, unparallelize
 from .parts import token_wise
 
 __all__ = [
     "NAME",
     "Memory",
     "ParallelOutput",
+    "ahead",
     "check_config",
     "check_model",
     "find_form",

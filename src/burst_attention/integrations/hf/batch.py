@@ -10,7 +10,6 @@ What to do follows from one copy of the batch on the host, so that it waits for 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from burst_attention.attention.batch import Plans, Reach, on_host
-from burst_attention.attention.plan import Plan
-from burst_attention.plan.layout import BALANCED
+from burst_attention.attention.batch import on_host
 from burst_attention.plan.mask import Mask
 
 IGNORED = -100  # transformers' label for a token without a target
@@ -125,42 +122,6 @@ def rows_of(
     targets = None if targets is None else arranged(targets, IGNORED)
     shifted = _shifted(host, before)
     return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, also, joined)
-
-
-class PlanCache:
-    """A least-recently-used cache of plans, by sequence length, documents and layer window.
-
-    Args:
-        base: a plan; all plans share its group, layout and route.
-        windows: what the model's layers see (:func:`~.models.layer_windows`).
-        causal: whether the model's attention is.
-        kept: the number of (length, documents) pairs whose plans the cache holds.
-    """
-
-    def __init__(self, base: Plan, windows: list[Reach], *, causal: bool = True, kept: int = 16) -> None:
-        self.base, self.causal = base, causal
-        self._windows = list(dict.fromkeys(windows))
-        self._kept = kept
-        self._plans: OrderedDict[tuple[int, tuple[int, ...] | None], Plans] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    @property
-    def joins_rows(self) -> bool:
-        """Whether the rows of a batch become documents of one row: the layout ``balanced`` places documents."""
-        return self.base.layout == BALANCED
-
-    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
-        key = seqlen, cu_seqlens
-        if key not in self._plans:
-            first = self.base.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
-            self._plans[key] = Plans.by_windows(first, self._windows, cu_seqlens)
-        self._plans.move_to_end(key)
-        while len(self._plans) > self._kept:
-            self._plans.popitem(last=False)
-        return self._plans[key]
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_of, shard_tokens
+from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_of, shard_tokens
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.attention.renamed import renamed
@@ -31,7 +31,7 @@ from burst_attention.plan.strategy import Strategy
 from . import arguments, cached, heads, models, parts, recurrent, stub_forward, vision
 from .adapters import check_added_losses
 from .attention import call_shape, register
-from .batch import PlanCache, rows_of
+from .batch import BatchRows, rows_of
 from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
@@ -39,6 +39,7 @@ from .outputs import Call, Scaled, answer, answer_by_own
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 _WEIGHTS = "a sample of the weights"
 _SAME_WEIGHTS = (
@@ -397,6 +398,41 @@ def _body(model: Any, call: Call) -> Any:
         return stub_forward.run_body(body, input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
+def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches; while a step runs, a thread plans for the next batch, whose documents may be new.
+
+    Without it, the model's forward does this first: for packed documents it takes up to half a second.
+
+    Args:
+        model: a parallelized model, or a wrapper of one, such as DDP.
+        batches: mappings of the model's arguments, such as a DataLoader's.
+
+    Raises:
+        TypeError: no part of ``model`` is parallelized.
+    """
+    known = next((each for each in model.modules() if isinstance(each, _Parallel)), None)
+    if known is None:
+        raise TypeError(f"model is a {type(model).__name__} without a parallelized part; call hf.parallelize first")
+    waiting: list[Batch] = []
+    for batch in batches:
+        with suppress(TypeError, ValueError):  # the model's forward raises it, on every rank
+            named = (*arguments.BATCH, *arguments.TOKENS)
+            rows = _rows(known, {name: batch[name] for name in named if batch.get(name) is not None})
+            known._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
+        if waiting:
+            yield waiting.pop()
+        waiting.append(batch)
+    yield from waiting
+
+
+def _rows(model: Any, given: Mapping[str, Any]) -> BatchRows:
+    """Return a batch's rows."""
+    plans = model._burst.plans
+    batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
+    kinds = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
+    return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
+
+
 @torch.compiler.disable
 def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Check the arguments, agree on the call with the other ranks, and return it."""
@@ -410,10 +446,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         state.check_parts(model)
         if state.form is not None:
             heads.check_untouched(model)
-        batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or state.form is not None}
-        others = arguments.of_tokens(model, given)
-        kinds = {"causal": state.plans.causal, "join": vision.joins_rows(model) or state.plans.joins_rows}
-        rows = rows_of(batch, ranks=base.world, others=others, **kinds)
+        rows = _rows(model, given)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
         if vision.language_model_of(model) is not None:

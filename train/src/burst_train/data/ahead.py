@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,11 @@ class ReadAhead:
             sequence, self._place = self._ready.popleft()
             self._changed.notify()
         return sequence
+
+    def coming(self, count: int) -> list[TokenSequence]:
+        """Return up to ``count`` sequences that are read and not taken yet."""
+        with self._changed:
+            return [sequence for sequence, _ in itertools.islice(self._ready, count)]
 
     def cursor(self) -> Cursor:
         """Return the cursor after the last sequence taken: a stream started there continues with the next one."""

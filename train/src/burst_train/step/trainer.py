@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
-from burst_attention.attention.batch import Plans
+from burst_attention.attention.batch import PlanCache, Plans
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.launch.join import RankContext
@@ -56,7 +56,7 @@ class Trainer:
         self.engine = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
-        self.plan = self._make_plan(config.micro_batch[1])
+        self.plan, self.plans = self._make_plans()
         self._everyone: Agreement | None = None  # of several groups; the ranks of one group compare by their plan
         if config.parallel.data_parallel > 1:
             _, self._everyone = connect(resolve_group(context.everyone), config.parallel.timeout)
@@ -172,7 +172,10 @@ class Trainer:
         # Every rank reads all sequences, so every rank knows this without communication.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
-        for batch in self._micro_batches(sequences):
+        batches = [*self._micro_batches(sequences)]
+        for batch, following in itertools.zip_longest(batches, [*batches[1:], *self._coming()]):
+            if following is not None:
+                self.plans.ahead(self.plan.seqlen, following[0].cu_seqlens)
             part_loss, plans = self._forward(batch, num_valid)
             self.watch.enter("backward")
             part_loss.backward()
@@ -183,7 +186,7 @@ class Trainer:
 
     def _forward(self, batch: list[TokenSequence], num_valid: int) -> tuple[Tensor, Plans]:
         """Return the batch's part of the mean loss over ``num_valid`` tokens, and its plans."""
-        plans = Plans.by_windows(self.plan, self.windows, batch[0].cu_seqlens)
+        plans = self.plans.get(self.plan.seqlen, batch[0].cu_seqlens)
         shard = self.engine.shard(batch_of(batch, self.context.device), plans)
         return self.model(shard, plans, max(num_valid, 1)), plans
 
@@ -292,7 +295,12 @@ class Trainer:
     def plan_by(self, rates: Rates) -> None:
         """Plan again, by these rates. Every rank must call it."""
         self.rates = rates
-        self.plan = self._make_plan(self.config.micro_batch[1])
+        self.plan, self.plans = self._make_plans()
+
+    def _make_plans(self) -> tuple[Plan, PlanCache]:
+        """Return the plan of a step's sequences, and a cache of those that differ from it in documents."""
+        plan = self._make_plan(self.config.micro_batch[1])
+        return plan, PlanCache(plan, self.windows, causal=plan.mask.causal)
 
     def _make_plan(self, seqlen: int) -> Plan:
         self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
@@ -307,6 +315,12 @@ class Trainer:
         for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             own = sequences[start : start + batch]
             yield [join_sequences(own)] if self.config.joins else own
+
+    def _coming(self) -> list[list[TokenSequence]]:
+        """Return this group's first batch of the next step, if that step's sequences were read."""
+        count = self.config.sequences_per_step
+        read = self.sequences.coming(count) if isinstance(self.sequences, ReadAhead) else []
+        return [*itertools.islice(self._micro_batches(read), 1)] if len(read) == count else []
 
     def _predict_sent(self, plans: Plans) -> int:
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
