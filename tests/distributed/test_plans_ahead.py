@@ -56,12 +56,11 @@ def test_a_call_builds_nothing_that_a_thread_has_built(strategy, built):
         plans = cache.get(SEQLEN, borders(7, 30))
         before = built.count(threading.current_thread())
         found = [attended(plan) for plan in plans.values()]
-        assert built.count(threading.current_thread()) == before
+        assert built.count(threading.current_thread()) == before > 0
         alone = PlanCache(cache.base, [None, 9]).get(SEQLEN, borders(7, 30))
         for plan, results in zip(alone.values(), found, strict=True):
             for x, y in zip(results, attended(plan), strict=True):
                 assert torch.equal(x, y)
-        assert built.count(threading.current_thread()) > before
 
     with local_world(2) as ranks:
         ranks.run(rank)
