@@ -257,7 +257,7 @@ def alive(group: int) -> list[str]:
 
 
 @emulated
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
     """As from a terminal: the signal goes to the command and to its ranks, which are in the middle of a call."""
     sizes = ["--cluster", "2x1", "--link", "20mbit", "--seq-lens", "8192", "--engines", "burst", "--out", str(tmp_path)]

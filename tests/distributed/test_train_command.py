@@ -61,7 +61,7 @@ def test_the_command_trains_as_one_process_does(pools, corpus, tmp_path):
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_trains_as_ranks_of_a_pool_do(pools, corpus, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
     found = start(*torchrun, *command(corpus, tmp_path / "torchrun", *FIXED))

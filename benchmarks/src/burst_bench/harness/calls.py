@@ -5,11 +5,9 @@ Functions that run on a rank get their variant from :func:`ready`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,19 +101,10 @@ class Ready:
     call: Call
     inputs: list[Tensor]
 
-    def run(self, processor: list[float] | None = None) -> list[Tensor]:
-        """Return [out], followed by dq, dk and dv if the variant has a backward.
-
-        ``processor``: gets the processor seconds of the forward and of the backward.
-        """
-        clock = [time.process_time()]
+    def run(self) -> list[Tensor]:
+        """Return [out], followed by dq, dk and dv if the variant has a backward."""
         out, backward = self.call.begin(*self.inputs)
-        clock.append(time.process_time())
-        grads = backward()
-        clock.append(time.process_time())
-        if processor is not None:
-            processor += [end - start for start, end in pairwise(clock)]
-        return [out, *grads]
+        return [out, *backward()]
 
 
 @cache

@@ -10,9 +10,7 @@ wrong variant is printed with its error and without a time.
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
-node of an emulated cluster with links of this rate (it needs root and iproute2). ``share of bound`` is then an
-estimate of the fewest seconds that our plan allows, divided by ours, in each round. A pass takes at least as long as
-its exchange on the busiest link, and as (processor time of all ranks / cores + first exchange + last exchange).
+node of an emulated cluster with links of this rate (it needs root and iproute2).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -34,14 +32,12 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from burst_attention.launch.join import cores
 from burst_attention.testing import WorkerError, WorkerPool
 
 from ..arguments import CallArguments, asked
 from ..cluster import Cluster, parse_rate
-from ..harness.bound import Exchanged, bound_of, exchanged
-from ..harness.calibration import PAYLOAD, calibrated, limited
-from ..harness.calls import TOLERANCE, Ours, Variant, checked, ready, reference
+from ..harness.calibration import calibrated, limited
+from ..harness.calls import TOLERANCE, Variant, checked, ready, reference
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..harness.workload import Workload
@@ -62,7 +58,6 @@ class Outcome:
         seconds: The slowest rank's seconds in each round.
         copying: Seconds of each round that the stand-in spent on copies.
         ratios: ``seconds`` divided by the first variant's, by round (above 1: ours is faster).
-        shares: Estimated fewest seconds of our plan on limited links, divided by its time, by round.
     """
 
     variant: Variant
@@ -73,7 +68,6 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
     copying: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    shares: list[float] | None = None
 
     @property
     def correct(self) -> bool:
@@ -150,8 +144,6 @@ def compare(
         for own, took in zip(right, turns, strict=True):
             own.seconds, own.copying = [each.seconds for each in took], [each.copying for each in took]
             own.ratios = ratios(outcomes[0].seconds, own.seconds) if outcomes[0].correct else []
-            if link is not None and rounds and isinstance(own.variant, Ours):
-                own.shares = shares(took, pool.run(_passes, own.variant, workload, link, timeout=timeout)[0])
     return outcomes
 
 
@@ -173,39 +165,22 @@ def counted(variant: Variant, workload: Workload) -> int | None:
 
 
 class Took(NamedTuple):
-    """Seconds of one call: of all its work, of the stand-in's copies, and of the processor in each pass."""
+    """Seconds of one call: of all its work, and of the stand-in's copies."""
 
     seconds: float
     copying: float
-    processor: tuple[float, ...]
 
 
 def timed(variant: Variant, workload: Workload) -> Took:
     """Run on a rank: time one call."""
-    own, processor, before = ready(variant, workload), list[float](), flash_attn_stand_in.copying()
-    seconds = seconds_of(partial(own.run, processor))
-    return Took(seconds, flash_attn_stand_in.copying() - before, tuple(processor))
+    own, before = ready(variant, workload), flash_attn_stand_in.copying()
+    seconds = seconds_of(own.run)
+    return Took(seconds, flash_attn_stand_in.copying() - before)
 
 
 def _slowest(pool: WorkerPool, variant: Variant, workload: Workload, timeout: float) -> Took:
-    """Return :func:`timed` of the slowest rank, with the processor seconds of all ranks together."""
-    ranks = pool.run(timed, variant, workload, timeout=timeout)
-    return max(ranks)._replace(processor=tuple(map(sum, zip(*(each.processor for each in ranks), strict=True))))
-
-
-def _passes(variant: Ours, workload: Workload, link: float) -> list[Exchanged] | None:
-    """Run on a rank: return the exchanges of the variant's plan; None on routes that forward shards."""
-    plan = ready(variant, workload).call.plan
-    if plan is None or not plan.schedule.route.direct:
-        return None
-    return exchanged(plan, PAYLOAD * link)
-
-
-def shares(took: Sequence[Took], passes: Sequence[Exchanged] | None) -> list[float] | None:
-    """Divide each round's bound by its time. Both are of one round, so a slower machine changes both."""
-    if passes is None:
-        return None
-    return [bound_of(passes, each.processor, cores()) / each.seconds for each in took]
+    """Return :func:`timed` of the slowest rank."""
+    return max(pool.run(timed, variant, workload, timeout=timeout))
 
 
 def prepare(device: str, folder: str) -> None:
@@ -250,8 +225,6 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
         }
         if strongest and own.mean_bytes is not None:
             lines[-1][f"of {STRONGEST}'s"] = f"{own.mean_bytes / strongest:.3f}"
-        if own.shares:
-            lines[-1]["share of bound"] = spread(own.shares)
     console.print(terminal(lines, title=title))
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

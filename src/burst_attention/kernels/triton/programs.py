@@ -59,6 +59,18 @@ def _tanh(x):
 
 
 @triton.jit
+def _unmasked(first, stop, seen, unseen, whole, STEP: tl.constexpr):
+    """Return the part of a tile's ``first`` to ``stop`` that needs no mask, in full steps; else (stop, stop).
+
+    The whole block sees ``seen`` to ``unseen``; ``whole``: it lies in the tile.
+    """
+    left = first + (seen - first + STEP - 1) // STEP * STEP
+    right = left + tl.maximum(0, unseen - left) // STEP * STEP
+    whole = whole & (right > left)
+    return tl.where(whole, left, stop), tl.where(whole, right, stop)
+
+
+@triton.jit
 def _attend(
     acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi,
     sharp, cap, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
@@ -122,13 +134,9 @@ def forward(
         inside = (rows >= q0) & (rows < q1)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
         first, stop = tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1)
-        # Keys that all rows of the block see, in full steps of N; none if some rows are outside the tile.
         whole = (block * M >= q0) & (block * M + M <= q1)
-        left = tl.maximum(first, below - hi)
-        left = first + (left - first + N - 1) // N * N
-        right = left + tl.maximum(0, tl.minimum(columns, above - lo + 1) - left) // N * N
-        whole = whole & (right > left)
-        left, right = tl.where(whole, left, stop), tl.where(whole, right, stop)
+        seen, unseen = tl.maximum(first, below - hi), tl.minimum(columns, above - lo + 1)
+        left, right = _unmasked(first, stop, seen, unseen, whole, N)
         acc, top, total = _attend(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, first, left,
             columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, True, CAPPED, PRECISION,
@@ -148,6 +156,35 @@ def forward(
     where = start + rows.to(tl.int64)[:, None] * os + e[None, :]
     tl.store(where, out, mask=exists[:, None] & (e < E)[None, :])
     tl.store(Lse + batch.to(tl.int64) * lb + head.to(tl.int64) * lh + rows.to(tl.int64) * ls, lse, mask=exists)
+
+
+@triton.jit
+def _add_queries(
+    dq, q, dout, lse, delta, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi,
+    sharp, cap, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to a block's dQ what the keys ``first`` to ``stop`` of a tile give, N at a time."""
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    for j0 in range(first, stop, N):
+        j = j0 + tl.arange(0, N)
+        held = j < columns
+        k = _rows(K, batch, head, kb, kh, ks, k0 + j, d, held, D)
+        v = _rows(V, batch, head, vb, vh, vs, k0 + j, e, held, E)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
+        slope = 1.0
+        if CAPPED:
+            part = _tanh(scores)
+            scores, slope = part * (cap * LOG2_E), 1.0 - part * part
+        p = tl.exp2(scores - lse[:, None])
+        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
+        if MASKED:
+            # Masked entries must be 0, even if they hold a NaN (0 * NaN is NaN). A visible NaN is in lse or delta.
+            apart = i[:, None] - j[None, :]
+            ds = tl.where(inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi), ds, 0.0)
+            k, _ = _whole(k)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    return dq
 
 
 @triton.jit
@@ -177,25 +214,60 @@ def backward_queries(
         i, columns = rows - q0, k1 - k0
         inside = (rows >= q0) & (rows < q1)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
-        for j0 in range(tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1), N):
-            j = j0 + tl.arange(0, N)
-            held = j < columns
-            k = _rows(K, batch, head // group, kb, kh, ks, k0 + j, d, held, D)
-            v = _rows(V, batch, head // group, vb, vh, vs, k0 + j, e, held, E)
-            apart = i[:, None] - j[None, :]
-            seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
-            slope = 1.0
-            if CAPPED:
-                part = _tanh(scores)
-                scores, slope = part * (cap * LOG2_E), 1.0 - part * part
-            p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-            ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
-            # Masked entries must be 0, even if they hold a NaN (0 * NaN is NaN). A visible NaN is in lse or delta.
-            ds = tl.where(seen, ds, 0.0)
-            k, _ = _whole(k)
-            dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+        first, stop = tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1)
+        whole = (block * M >= q0) & (block * M + M <= q1)
+        seen, unseen = tl.maximum(first, below - hi), tl.minimum(columns, above - lo + 1)
+        left, right = _unmasked(first, stop, seen, unseen, whole, N)
+        dq = _add_queries(
+            dq, q, dout, lse, delta, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, first, left,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, True, CAPPED, PRECISION,
+        )  # fmt: skip
+        dq = _add_queries(
+            dq, q, dout, lse, delta, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, left, right,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, False, CAPPED, PRECISION,
+        )  # fmt: skip
+        dq = _add_queries(
+            dq, q, dout, lse, delta, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, right, stop,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, True, CAPPED, PRECISION,
+        )  # fmt: skip
     _store(dQ, batch, head, heads, length, rows, d, exists, dq * scale, D)
+
+
+@triton.jit
+def _add_keys(
+    dk, dv, k, v, Q, dOut, Lse, Delta, batch, head, qb, qh, qs, ob, oh, os, lb, lh, ls, eb, eh, es,
+    j, inside, q0, first, stop, rows, lo, hi,
+    sharp, cap, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to a block's dK and dV what the queries ``first`` to ``stop`` of a tile give, M at a time."""
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    for i0 in range(first, stop, M):
+        i = i0 + tl.arange(0, M)
+        held = i < rows
+        q = _rows(Q, batch, head, qb, qh, qs, q0 + i, d, held, D)
+        dout = _rows(dOut, batch, head, ob, oh, os, q0 + i, e, held, E)
+        lse = _numbers(Lse, batch, head, lb, lh, ls, q0 + i, held, 0.0) * LOG2_E
+        lse = tl.where(lse == float("-inf"), 0.0, lse)
+        delta = _numbers(Delta, batch, head, eb, eh, es, q0 + i, held, 0.0)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * sharp
+        slope = 1.0
+        if CAPPED:
+            part = _tanh(scores)
+            scores, slope = part * (cap * LOG2_E), 1.0 - part * part
+        p = tl.exp2(scores - lse[None, :])
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]) * slope
+        if MASKED:
+            apart = i[None, :] - j[:, None]
+            seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
+            # As for dQ. dV does not use delta, and masked rows of dO must not reach it.
+            ds = tl.where(seen, ds, 0.0)
+            q, _ = _whole(q)
+            dout, lost = _whole(dout)
+            p = tl.where(seen, tl.where(lost[None, :], float("nan"), p), 0.0)
+        dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
+        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+    return dk, dv
 
 
 @triton.jit
@@ -225,30 +297,22 @@ def backward_keys(
             j, rows = columns - k0, q1 - q0
             inside = (columns >= k0) & (columns < k1)
             left, right = tl.maximum(block * N, k0) - k0, tl.minimum(block * N + N, k1) - 1 - k0
-            for i0 in range(tl.maximum(0, left + lo), tl.minimum(rows, right + hi + 1), M):
-                i = i0 + tl.arange(0, M)
-                held = i < rows
-                q = _rows(Q, batch, q_head, qb, qh, qs, q0 + i, d, held, D)
-                dout = _rows(dOut, batch, q_head, ob, oh, os, q0 + i, e, held, E)
-                lse = _numbers(Lse, batch, q_head, lb, lh, ls, q0 + i, held, 0.0) * LOG2_E
-                lse = tl.where(lse == float("-inf"), 0.0, lse)
-                delta = _numbers(Delta, batch, q_head, eb, eh, es, q0 + i, held, 0.0)
-                apart = i[None, :] - j[:, None]
-                seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
-                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * sharp
-                slope = 1.0
-                if CAPPED:
-                    part = _tanh(scores)
-                    scores, slope = part * (cap * LOG2_E), 1.0 - part * part
-                p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-                ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]) * slope
-                # As for dQ. dV does not use delta, and masked rows of dO must not reach it.
-                ds = tl.where(seen, ds, 0.0)
-                q, _ = _whole(q)
-                dout, lost = _whole(dout)
-                p = tl.where(seen & lost[None, :], float("nan"), p)
-                dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
-                dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+            first, stop = tl.maximum(0, left + lo), tl.minimum(rows, right + hi + 1)
+            whole = (block * N >= k0) & (block * N + N <= k1)
+            seen, unseen = tl.maximum(first, right + lo), tl.minimum(rows, left + hi + 1)
+            top, end = _unmasked(first, stop, seen, unseen, whole, M)
+            dk, dv = _add_keys(
+                dk, dv, k, v, Q, dOut, Lse, Delta, batch, q_head, qb, qh, qs, ob, oh, os, lb, lh, ls, eb, eh, es,
+                j, inside, q0, first, top, rows, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, M, True, CAPPED, PRECISION,
+            )  # fmt: skip
+            dk, dv = _add_keys(
+                dk, dv, k, v, Q, dOut, Lse, Delta, batch, q_head, qb, qh, qs, ob, oh, os, lb, lh, ls, eb, eh, es,
+                j, inside, q0, top, end, rows, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, M, False, CAPPED, PRECISION,
+            )  # fmt: skip
+            dk, dv = _add_keys(
+                dk, dv, k, v, Q, dOut, Lse, Delta, batch, q_head, qb, qh, qs, ob, oh, os, lb, lh, ls, eb, eh, es,
+                j, inside, q0, end, stop, rows, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, M, True, CAPPED, PRECISION,
+            )  # fmt: skip
     _store(dK, batch, head, heads, length, columns, d, exists, dk * scale, D)
     _store(dV, batch, head, heads, length, columns, e, exists, dv, E)
 

@@ -408,7 +408,7 @@ class _Simulated:
 
     step: LiveStep
 
-    def sweeps(self, passes: Iterable[tuple[Any, Any]], *_: Any) -> Iterator[dict[Side, Any]]:
+    def sweeps(self, passes: Iterable[tuple[Any, Any]], *_: Any, **__: Any) -> Iterator[dict[Side, Any]]:
         """Record each pass's peak, and yield its results."""
         for _, work in passes:
             self.step.expect_call(work.direction)
