@@ -45,8 +45,8 @@ def check_arguments(
     plan: Plan,
     ignore_index: int,
     chunk_tokens: int | None,
-) -> None:
-    """Check the hidden states, the head, the labels, and how they are processed."""
+) -> torch.Tensor:
+    """Check the hidden states, the head, the labels, and how they are processed; return the labels on the CPU."""
     weight = head.weight
     _check_tensors(hidden=hidden, lm_head_weight=weight, labels=labels)
     _check_dtypes(hidden, weight, labels)
@@ -67,14 +67,16 @@ def check_arguments(
         raise ValueError(
             f"labels has shape {list(labels.shape)}, not hidden's {list(hidden.shape[:2])}; pass plan.shard_labels"
         )
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))
+    here = labels.detach().cpu()  # for a GPU the one wait of a loss's forward
+    wrong = (here != ignore_index) & ((here < 0) | (here >= weight.shape[0]))
     if wrong.any():
         raise ValueError(
-            f"labels holds {labels[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
+            f"labels holds {here[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
         )
     if plan.world > 1:
         plan.usage.check(labels)
     _check_logits(hidden, head)
+    return here
 
 
 def _check_logits(hidden: torch.Tensor, head: Head) -> None:

@@ -86,7 +86,7 @@ def token_log_probs(
     check_plan(plan)
     with plan.agreement.entering("token_log_probs", once=True):
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_temperature(temperature)
         measures = check_outputs(outputs, MEASURES)
         _check_last(labels, plan, ignore_index)
@@ -94,7 +94,7 @@ def token_log_probs(
     plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures), once=True)
     with plan.agreement.entering("unshard", once=True):  # the next call in which ranks meet
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
-        local = _own_table(hidden, head, labels, ignore_index, measurement)
+        local = _own_table(hidden, head, here, ignore_index, measurement)
     whole = plan.unshard(local, 2, grad="slice")
     return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)
 

@@ -64,10 +64,10 @@ def next_token_loss(
     check_plan(plan)
     with plan.agreement.entering("next_token_loss"):
         divisor, head = divisor_of(num_valid), Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_loss", head.form, chunk_tokens=chunk_tokens)
-        _, log_probs = measure(hidden, head, labels, ignore_index, measurement)
+        _, log_probs = measure(hidden, head, here, ignore_index, measurement)
     bias_length = None if bias is None else len(bias)
     same = {"num_valid": divisor, "factor": factor, "softcap": softcap, "the length of bias": bias_length}
     return _Mean.apply(log_probs, plan, same)
@@ -105,10 +105,10 @@ def next_token_nll(
     check_plan(plan)
     with plan.agreement.entering("unshard", once=True):  # where ranks meet next
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_nll", head.form, chunk_tokens=chunk_tokens)
-        rows, log_probs = measure(hidden, head, labels, ignore_index, measurement)
+        rows, log_probs = measure(hidden, head, here, ignore_index, measurement)
         nll = torch.zeros(labels.numel(), dtype=log_probs.dtype, device=log_probs.device)
         nll[rows] = -log_probs[0]
     return nll.view(labels.shape)
@@ -125,10 +125,14 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_probs: torch.Tensor, plan: Plan, same: Mapping[str, float | int | None]) -> torch.Tensor:
         """Sum over all ranks, divide and return the mean. ``same``: what all ranks must pass equally."""
+        ctx.shape = log_probs.shape
+        if plan.world == 1:  # nothing is read
+            ctx.divisor = _divisor(same, log_probs.numel())
+            total = -log_probs.sum(dtype=torch.float64)
+            return (total / ctx.divisor if log_probs.numel() else total.zero_()).to(log_probs.dtype)
         with plan.agreement.entering("next_token_loss"):
             local = -log_probs.sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(plan, same, local, log_probs.numel())
-        ctx.shape = log_probs.shape
         return torch.tensor(value, dtype=log_probs.dtype, device=log_probs.device)
 
     @staticmethod
@@ -150,7 +154,13 @@ def _mean(plan: Plan, same: Mapping[str, float | None], local_sum: float, local_
             text = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
             remedy = "pass the same number on all of them" + (", or None" if name != "factor" else "")
             raise ValueError(f"{name} differs over the ranks ({text}); {remedy}")
+    divisor = _divisor(same, count)
+    return (total / divisor if count else 0.0), divisor
+
+
+def _divisor(same: Mapping[str, float | None], count: float) -> float:
+    """Return what a sum over ``count`` labels is divided by."""
     divisor = count if same["num_valid"] is None else same["num_valid"]
     if count and not divisor:
         raise ValueError(f"num_valid=0, but the group holds {count:.0f} valid tokens; pass their count, or None")
-    return (total / divisor if count else 0.0), divisor
+    return divisor

@@ -35,7 +35,7 @@ def measure(
 
     Args:
         hidden: [B, S_local, E].
-        labels: [B, S_local] in [0, V), or ``ignore_index`` for a token without a target.
+        labels: [B, S_local] on the CPU, in [0, V), or ``ignore_index`` for a token without a target.
 
     Returns:
         (rows, table). ``rows`` is int64 [n]: the indices of the n labels in the flattened ``labels``. ``table`` is
@@ -43,7 +43,8 @@ def measure(
     """
     label = labels.flatten()
     rows = (label != ignore_index).nonzero().squeeze(1)
-    return rows, _Measure.apply(hidden, head.weight, head.bias, rows, label[rows].long(), measurement)
+    rows, target = (x.to(hidden.device, non_blocking=True) for x in (rows, label[rows].long()))
+    return rows, _Measure.apply(hidden, head.weight, head.bias, rows, target, measurement)
 
 
 class _Measure(torch.autograd.Function):
@@ -162,7 +163,7 @@ class _Shares:
     """The gradient of a table, split into the factors of the ledger's backward. Tensors are [n]."""
 
     row: torch.Tensor  # r
-    unit: float  # u, the maximum of the magnitudes of r
+    unit: float | torch.Tensor  # u, the maximum of the magnitudes of r; r itself if it is the same everywhere
     of_unit: torch.Tensor | None  # r / u; None if it is 1 everywhere
     # -dl / r, dH / r and H; None without an entropy, because -dl / r is 1 then
     entropic: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -171,6 +172,8 @@ class _Shares:
     def of(measures: tuple[str, ...], grad: torch.Tensor, entropy: torch.Tensor | None) -> _Shares:
         """Split a gradient [measures, n]."""
         dlog_probs = grad[measures.index("log_probs")]
+        if entropy is None and len(dlog_probs) and dlog_probs.stride(0) == 0:  # a mean's, which is not read
+            return _Shares(-dlog_probs, -dlog_probs[0], None)
         if entropy is None:
             return _Shares(-dlog_probs, *_unit(-dlog_probs))
         dentropy = grad[measures.index("entropy")]
