@@ -290,23 +290,29 @@ class Untagged(Transport):
         return super()._start_one(each, tag & 0xFF)
 
 
-def swapped_without_tags() -> list[str]:
-    """Two calls that both ranks know, forward and backward; then rank 1 makes them in the other order."""
+def swapped_without_tags(default: str) -> list[str]:
+    """Two calls that both ranks know, forward and backward; then rank 1 makes them in the other order.
+
+    ``default``: torch's default device, which is not that of numbers sent beside tensors.
+    """
     plan, reports = make_plan(16, group=dist.new_group(), timeout=5), []  # its failure is no other test's
     old = plan.transport
     vars(plan).update(transport=Untagged(old.group, old.timeout, old.tag, old.health))
     q, k, v = (torch.randn(1, 2, plan.length, 8, requires_grad=True) for _ in range(3))
     for scale in (0.25, 0.75, 0.25, 0.75, *((0.25, 0.75) if plan.rank else (0.75, 0.25))):
         try:
-            burst_attention(q, k, v, plan, scale=scale).sum().backward()
+            with torch.device(default):
+                out = burst_attention(q, k, v, plan, scale=scale)
+                out.backward(torch.ones_like(out))
             reports.append("")
         except Exception as error:
             reports.append(f"{type(error).__name__}: {error}")
     return reports
 
 
-def test_ranks_that_swap_two_known_calls_without_tags_are_named(pools: Any) -> None:
-    for rank, reports in enumerate(pools(2).run(swapped_without_tags)):
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_ranks_that_swap_two_known_calls_without_tags_are_named(pools: Any, default: str) -> None:
+    for rank, reports in enumerate(pools(2).run(swapped_without_tags, default)):
         assert reports[:4] == [""] * 4
         told = [report for report in reports[4:] if report]
         assert told and f"ExchangeError: rank {rank}: rank {1 - rank} made another call" in told[0]

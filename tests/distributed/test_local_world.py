@@ -140,3 +140,17 @@ def test_a_world_s_own_timeout_ends_an_exchange():
 
     with local_world(2, timeout=0.3) as ranks:
         assert ranks.run(rank) == [True, True]
+
+
+def test_views_that_are_not_their_bytes_arrive_as_their_values():
+    """A conjugate or negative view is contiguous, but its bytes are another number's."""
+    whole = torch.complex(torch.arange(8.0), torch.arange(8.0) + 1)
+
+    def rank(group):
+        plan = make_plan(8, group=group)
+        given = plan.shard(whole, 0)
+        return plan.unshard(given.conj(), 0), plan.unshard(torch._neg_view(given.real.contiguous()), 0)
+
+    with local_world(2) as ranks:
+        for conjugate, negative in ranks.run(rank):
+            assert torch.equal(conjugate, whole.conj()) and torch.equal(negative, -whole.real)

@@ -5,6 +5,7 @@ tests/gpu tests the packages themselves. These tests cover windows, pieces, padd
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -331,8 +332,8 @@ FRONTEND = SimpleNamespace(
 
 
 class EmulatedGraphs(CudnnGraphs):
-    def _handle(self, device: torch.device) -> str:
-        return "a handle"
+    def _handle(self, device: torch.device) -> contextlib.AbstractContextManager[str]:
+        return contextlib.nullcontext("a handle")
 
 
 def kernel_over(name: str, installed, monkeypatch):

@@ -172,7 +172,9 @@ class PlanCache:
         self._coming[key] = self._thread.submit(self._make_ready, *key)
 
     def _make(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        first = self.base.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
+        first = self.base
+        if seqlen != first.seqlen:  # else the layout stays
+            first = first.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
         return Plans.by_windows(first, self._windows, cu_seqlens)
 
     def _make_ready(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:

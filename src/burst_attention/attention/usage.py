@@ -46,10 +46,10 @@ class Usage:
 
     def note_kind(self, shape: Shape, groups: Groups) -> None:
         """Record a call's shape and how its heads were split."""
-        self.calls.pop((shape, groups), None)
+        self.calls.pop((shape, groups), None)  # another thread may do the same
         self.calls[shape, groups] = None
-        while len(self.calls) > MOST_CALLS:
-            del self.calls[next(iter(self.calls))]
+        for oldest in tuple(self.calls)[:-MOST_CALLS]:
+            self.calls.pop(oldest, None)
 
     def note_call(self) -> None:
         """Record a call of the attention: by a model, which has noted its positions already, or directly."""

@@ -80,7 +80,7 @@ class Exchange:
                 raise RuntimeError(
                     f"a message of {shapes[0]} met a buffer of {shapes[1]}; their shapes and dtypes must be equal"
                 )
-            if sent.ready is None and sent.tensor.is_contiguous() and received.tensor.is_contiguous():
+            if all(map(_is_plain, (sent.tensor, received.tensor))):
                 # As on a wire: bytes, and no operator of torch, whose start would take longer than a small copy.
                 ctypes.memmove(received.tensor.data_ptr(), sent.tensor.data_ptr(), sent.tensor.nbytes)
                 return
@@ -152,6 +152,11 @@ class LocalTransport(Transport):
 
     def check_device(self, device: torch.device) -> None:
         """Accept any device."""
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor's values are its bytes, one after the other, in this process's memory."""
+    return x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _recorded(tensor: Tensor) -> torch.cuda.Event | None:

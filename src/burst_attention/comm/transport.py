@@ -178,7 +178,7 @@ class Transport:
             self.health.marked = call
         for each in operations:
             if (key := (type(each), each.peer)) not in marks:
-                number = torch.tensor([call if isinstance(each, Send) else -1])
+                number = torch.tensor([call if isinstance(each, Send) else -1], device="cpu")
                 marks[key] = number, self._start_one(type(each)(each.peer, number), MARK_TAG)
 
     def _other_order(self, peer: int) -> ExchangeError:

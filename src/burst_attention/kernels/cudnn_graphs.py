@@ -10,9 +10,9 @@ Sums have no fixed order: a backward that has one needs memory in proportion to 
 from __future__ import annotations
 
 import importlib
-import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .aten_ops import CudaFlash
+from .contract import on_device_of
 from .widths import check_gpu
 from .windowed import MULTIPLE, Window, WindowedOps
 
@@ -36,7 +37,7 @@ class CudnnGraphs:
     frontend: Any  # the module cudnn
     other: WindowedOps
     built: OrderedDict[Any, tuple[Any, dict[str, Any], int]] = field(default_factory=OrderedDict)
-    threads: threading.local = field(default_factory=threading.local)
+    handles: dict[torch.device, list[Any]] = field(default_factory=dict)  # those that no thread is using
     name: ClassVar[str] = "cudnn"
     multiple: ClassVar[int] = MULTIPLE
     widest: ClassVar[int] = 128
@@ -93,15 +94,14 @@ class CudnnGraphs:
         tensors = {**given, **made}
         device = tensors["q"].device
         layout = tuple((x.dtype, x.shape, x.stride()) for x in tensors.values())
-        key, handle = (name, device, layout, window, scale), self._handle(device)
-        if key not in self.built:
-            self.built[key] = self._build(name, given, made, window, scale, handle)
+        key = name, device, layout, window, scale
+        with on_device_of(tensors["q"]), self._handle(device) as handle:
+            found = self.built.pop(key, None) or self._build(name, given, made, window, scale, handle)
+            self.built[key] = graph, places, size = found  # the latest last
             while len(self.built) > MOST_GRAPHS:
                 self.built.popitem(last=False)
-        graph, places, size = self.built[key]
-        self.built.move_to_end(key)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        graph.execute({places[each]: x for each, x in tensors.items()}, workspace, handle=handle)
+            workspace = torch.empty(size, dtype=torch.uint8, device=device)
+            graph.execute({places[each]: x for each, x in tensors.items()}, workspace, handle=handle)
 
     def _build(
         self,
@@ -139,13 +139,16 @@ class CudnnGraphs:
         graph.build_plans()
         return graph, places, max(1, graph.get_workspace_size())
 
-    def _handle(self, device: torch.device) -> Any:
-        """Return this thread's handle for a device, on the current stream. Threads must not share one."""
-        known = vars(self.threads).setdefault("handles", {})
-        if device not in known:
-            known[device] = self.frontend.create_handle()
-        self.frontend.set_stream(handle=known[device], stream=torch.cuda.current_stream(device).cuda_stream)
-        return known[device]
+    @contextmanager
+    def _handle(self, device: torch.device) -> Iterator[Any]:
+        """Lend a handle of the current device, on its current stream. Two threads must not use one."""
+        unused = self.handles.setdefault(device, [])
+        handle = unused.pop() if unused else self.frontend.create_handle()
+        try:
+            self.frontend.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+            yield handle
+        finally:
+            unused.append(handle)
 
 
 @cache

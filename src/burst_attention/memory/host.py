@@ -46,19 +46,21 @@ class HostStore:
     """Copies tensors to pinned host memory and back, on a separate CUDA stream. At most three are on the device."""
 
     def __init__(self) -> None:
-        self._memory = PinnedMemory()
-        self._streams: dict[torch.device, cuda.Stream] = {}
+        self._devices: dict[torch.device, tuple[cuda.Stream, PinnedMemory]] = {}
         self._writes: deque[HostTicket] = deque()  # those with ``held``, the oldest first
         self._ahead: HostTicket | None = None
+        self._reading: list[tuple[Tensor, cuda.Event]] = []  # what is read ahead
+        weakref.finalize(self, _wait_for, self._reading).atexit = False
 
     def put(self, x: Tensor) -> HostTicket:
         """Start to copy ``x``; see :meth:`Store.put`."""
         self._check(x)
         self.release(MOST_WRITES - 1)
         x = x.detach()
-        if x.device not in self._streams:
-            self._streams[x.device] = cuda.Stream(x.device)
-        stream, copy, written = self._streams[x.device], self._memory.take(x), cuda.Event()
+        if x.device not in self._devices:
+            self._devices[x.device] = cuda.Stream(x.device), self._pinned()
+        stream, memory = self._devices[x.device]
+        copy, written = memory.take(x), cuda.Event()
         stream.wait_stream(cuda.current_stream(x.device))
         with cuda.stream(stream):
             copy.copy_(x, non_blocking=True)
@@ -70,30 +72,31 @@ class HostStore:
         """Start to copy the tensor back; see :meth:`Store.fetch`."""
         if ticket.ahead is not None or ticket.held is not None:
             return
-        if self._ahead is not None and self._ahead.ahead is not None:
-            cuda.current_stream(self._ahead.device).wait_event(self._ahead.ahead[1])
+        if self._ahead is not None:
             self._ahead.ahead = None
+        _wait_for(self._reading)
         assert ticket.copy is not None
-        stream, read = self._streams[ticket.device], cuda.Event()
+        (stream, _), read = self._devices[ticket.device], cuda.Event()
         x = torch.empty(ticket.copy.shape, dtype=ticket.copy.dtype, device=ticket.device)
         stream.wait_stream(cuda.current_stream(ticket.device))  # earlier work may use this memory until then
         with cuda.stream(stream):
             x.copy_(ticket.copy, non_blocking=True)
             read.record(stream)
         ticket.ahead, self._ahead = (x, read), ticket
+        self._reading.append(ticket.ahead)
 
     def get(self, ticket: HostTicket) -> Tensor:
         """Return the tensor; see :meth:`Store.get`. The current stream waits for it, the process does not."""
         if ticket.held is not None:
             x = ticket.held
-            self._writes.remove(ticket)
             self._give_up(ticket)
+            self._writes.remove(ticket)
             return x
         self.release(0)
         self.fetch(ticket)
         assert ticket.ahead is not None
-        (x, read), ticket.ahead, self._ahead = ticket.ahead, None, None
-        cuda.current_stream(ticket.device).wait_event(read)
+        (x, _), ticket.ahead, self._ahead = ticket.ahead, None, None
+        _wait_for(self._reading)
         return x
 
     def free(self, ticket: HostTicket) -> None:
@@ -103,13 +106,17 @@ class HostStore:
     def release(self, most: int) -> None:
         """Give up the device's memory of all but ``most`` tensors whose copies were started."""
         while len(self._writes) > most:
-            self._give_up(self._writes.popleft())
+            self._give_up(self._writes[0])
+            self._writes.popleft()
 
     def _give_up(self, ticket: HostTicket) -> None:
-        x, ticket.held = ticket.held, None
-        assert x is not None
-        check_unchanged(x, ticket.version)
+        assert ticket.held is not None
+        check_unchanged(ticket.held, ticket.version)  # again at the next try
         cuda.current_stream(ticket.device).wait_event(ticket.written)
+        ticket.held = None
+
+    def _pinned(self) -> PinnedMemory:
+        return PinnedMemory()
 
     def _check(self, x: Tensor) -> None:
         if not x.is_cuda:
@@ -119,28 +126,42 @@ class HostStore:
             )
 
 
-class PinnedMemory:
-    """Buffers of pinned memory, which are made once and used again.
+def _wait_for(reading: list[tuple[Tensor, cuda.Event]]) -> None:
+    """Let the compute stream wait for what is read, whose memory may be given up afterwards."""
+    while reading:
+        x, read = reading.pop()
+        cuda.current_stream(x.device).wait_event(read)
 
-    torch rounds a pinned allocation up to a power of two, so several buffers of one size are cut from one allocation.
+
+class PinnedMemory:
+    """Buffers of pinned memory, which are made once and used again by copies on one stream.
+
+    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation. Sizes that
+    differ by less than an eighth share buffers. Those of a size that none uses go when another size needs memory.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[Any, int]]] = {}  # by size: (slab, first byte)
+        self._made: dict[int, int] = {}  # buffers by size
 
     def take(self, like: Tensor) -> Tensor:
         """Return a dense CPU tensor like ``like``. Its memory is free again once the tensor is gone."""
-        size = -(-max(like.nbytes, 1) // _ALIGNED) * _ALIGNED
+        step = max(_ALIGNED, (1 << max(like.nbytes, 1).bit_length()) // 16)
+        size = -(-max(like.nbytes, 1) // step) * step
         free = self._free.setdefault(size, [])
         if not free:
+            for other in [each for each in self._made if len(self._free[each]) == self._made[each]]:
+                del self._free[other], self._made[other]
+            free = self._free.setdefault(size, [])
             slab = self._allocate(1 << (_CUT * size - 1).bit_length()).untyped_storage()
             free += [(slab, start) for start in range(0, slab.nbytes() - size + 1, size)]
+            self._made[size] = self._made.get(size, 0) + len(free)
         storage, start = free.pop()
         # Not a view of the slab: views share the counter of changes in place.
-        x = torch.empty(0, dtype=like.dtype)
+        x = torch.empty(0, dtype=like.dtype, device="cpu")
         x.set_(storage, start // like.itemsize, like.shape, torch.empty(like.shape, device="meta").stride())
         weakref.finalize(x, free.append, (storage, start)).atexit = False
         return x
 
     def _allocate(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -72,15 +73,16 @@ class Prediction:
         return self.times[0] * self.forward.seconds + self.times[1] * self.backward.seconds
 
 
-def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """Return ``make()`` for this key, remembered if it was made recently."""
+def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T], *, most: int | None = None) -> T:
+    """Return ``make()`` for this key, remembered if it is among the ``most`` recent ones (:data:`MOST_REMEMBERED`)."""
     try:  # another thread may drop the oldest at any time
         kept.move_to_end(key)
         return kept[key]
     except KeyError:
         value = kept[key] = make()
-        if len(kept) > MOST_REMEMBERED:
-            kept.popitem(last=False)
+        if len(kept) > (MOST_REMEMBERED if most is None else most):
+            with suppress(KeyError):
+                kept.popitem(last=False)
         return value
 
 

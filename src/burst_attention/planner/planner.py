@@ -156,14 +156,13 @@ class Planner:
         """
         derived: OrderedDict[Hashable, Schedule] = schedule.memo.setdefault("derived", OrderedDict())
         key = (mask, seqlen) if isinstance(mask, Mask) else None
-        if key not in derived:
+
+        def made() -> Schedule:
             layout = schedule.layout if seqlen is None else schedule.layout.cut_for(mask, seqlen)
             other = replace(schedule, mask=mask, layout=layout)
-            derived[key] = other if seqlen is None else self._laid_out(other)
-        derived.move_to_end(key)
-        while len(derived) > MOST_DERIVED:
-            derived.popitem(last=False)
-        return derived[key]
+            return other if seqlen is None else self._laid_out(other)
+
+        return remembered(derived, key, made, most=MOST_DERIVED)
 
     def _laid_out(self, schedule: Schedule, *, alike: bool = True, share: Share | None = None) -> Schedule:
         """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.

@@ -1,4 +1,4 @@
-"""Training steps of models with recurrent layers, as ``step`` runs them.
+"""Training steps of models with recurrent layers: ``step`` of two.
 
 burst bench hybrid [--models qwen3_5_text bamba] [--seq-len 2048] [--worlds 1 2 4] [--rounds 5]"""
 
