@@ -142,7 +142,7 @@ def test_processes(pools) -> None:
         assert not found, "\n".join(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_eight_ranks() -> None:
     rows = covering_array({"layout": CUT["layout"], "circulate": CUT["circulate"], "ulysses_degree": [1, 2, 4, 8]})
     for n, row in enumerate(rows):

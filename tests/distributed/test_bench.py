@@ -227,7 +227,7 @@ def test_inputs_drawn_for_some_positions_are_those_of_all():
             assert torch.equal(mine, x[:, :, positions])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_is_of_one_engine_by_itself(pools):
     """The same engine before and after another: 2 MiB for each of q, k, v, out, dout and their gradients.
 

@@ -32,9 +32,7 @@ EVERY = [
     *(
         pytest.param(*row, marks=pytest.mark.long)
         for row in (
-            ("ulysses", "auto", 2, {}),
             ("tensor-sequence", "auto", 2, {}),
-            ("ring", "contiguous", 2, {}),
             ("usp", "auto", 4, {}),
             ("tensor", "auto", 2, {"accumulate": 2}),
         )
@@ -42,6 +40,8 @@ EVERY = [
     *(
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
+            ("ulysses", "auto", 2, {}),
+            ("ring", "contiguous", 2, {}),
             ("burst", "striped", 4, {}),
             ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
             ("single", "auto", 2, {"data_parallel": 2}),

@@ -257,7 +257,7 @@ def start(*words):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
     script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
     status, reported, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))

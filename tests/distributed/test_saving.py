@@ -233,7 +233,7 @@ def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_pa
         chosen(tmp_path, pytest.fail, best=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_is_evaluated_on_the_way_has_the_weights_of_one_that_is_not(pools, corpus, tmp_path):
     plain = config_of(corpus, tmp_path / "plain", steps=4)
     often = config_of(corpus, tmp_path / "often", steps=4, eval_every=3, save_every="1")

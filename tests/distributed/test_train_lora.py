@@ -96,7 +96,7 @@ def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp
 @pytest.mark.parametrize(
     "model_type", ["falcon_h1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gpt_oss"))]
 )
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_mechanisms_take_adapters(pools, corpus, tmp_path, model_type):
     source = folder_of(model_type, tmp_path / "source")
     config = lora_config(corpus, tmp_path / "run", source, steps=5, remat="layer", accumulate=2)

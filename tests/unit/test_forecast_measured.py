@@ -43,7 +43,7 @@ def test_sizes_are_those_of_transformers(model_type, tmp_path):
     assert found.layers_products == sum(m.weight.numel() for m in linear) + states
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", pytest.param("qwen3_5_text", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model_type", ["gemma2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_memory_is_that_of_a_run_without_data(model_type, tmp_path):
     config, folder = folder_of(model_type, tmp_path)
     model, options = model_of(folder), MemoryConfig(remat="layer")
