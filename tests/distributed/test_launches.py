@@ -23,10 +23,10 @@ if not kernel_module.interpreted():
 
 # Operators that start no work on a device: views, allocations, and wrappers of others that are counted.
 VIEWS = """
-    alias as_strided chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty permute
+    alias as_strided chunk detach empty empty_like expand flatten lift_fresh narrow new_empty permute
     reshape resize_ resolve_conj resolve_neg result_type select slice split split_with_sizes squeeze t to transpose
     unbind unflatten unsqueeze view view_as_real
-    _to_copy clone contiguous full full_like new_full new_zeros ones ones_like stack zero_ zeros zeros_like
+    clone contiguous full full_like new_full new_zeros ones ones_like stack zeros zeros_like
 """
 # strategy, ranks -> the most operators of a forward and of a backward, 8 key-value heads.
 MOST = {

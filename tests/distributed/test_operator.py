@@ -110,7 +110,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (16, "1cf4d4cef42a")
+LAST = (17, "72db379764e2")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

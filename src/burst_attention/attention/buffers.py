@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import capturing
+from ..kernels.precision import converted
 from ..plan.groups import Groups
 from ..plan.program import Message, Place, Program
 from ..plan.route import Edge
@@ -150,7 +151,7 @@ class Sums:
     def _widened(self, place: Place, piece: _Piece) -> _Piece:
         """Convert a piece to the accumulation dtype."""
         wide = self._work.wire_dtypes(place[0], exact=True)
-        piece.tensors = tuple(x.to(dtype) for x, dtype in zip(piece.tensors, wide, strict=True))
+        piece.tensors = tuple(converted(x, dtype) for x, dtype in zip(piece.tensors, wide, strict=True))
         return piece
 
     def _joined(self, place: Place) -> _Piece:
@@ -187,8 +188,8 @@ class Sums:
         if landing is not None and self._indices.copy(held, where, landing):
             return landing
         rows = self._indices.take(held, where)
-        views, dense = isinstance(where, slice), torch.contiguous_format
-        return tuple(x.to(to, copy=views, memory_format=dense) for x, to in zip(rows, dtypes, strict=True))
+        views = isinstance(where, slice)
+        return tuple(converted(x, to, copy=views) for x, to in zip(rows, dtypes, strict=True))
 
     def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """Remove and return the total, rounded if asked; blank if nothing was added."""
@@ -196,10 +197,12 @@ class Sums:
         if dtypes is not None and len(pieces) > 1 and sum(len(each.rows) for each in pieces) == self._rows[place].count:
             self.drop(place)  # pieces don't overlap: joined as they are, they are not widened first
             columns = zip(*(piece.tensors for piece in pieces), strict=True)
-            return tuple(torch.cat([x.to(to) for x in parts], 2) for parts, to in zip(columns, dtypes, strict=True))
+            return tuple(
+                torch.cat([converted(x, to) for x in parts], 2) for parts, to in zip(columns, dtypes, strict=True)
+            )
         total = self._joined(place).tensors
         self.drop(place)
-        return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
+        return total if dtypes is None else tuple(converted(x, dtype) for x, dtype in zip(total, dtypes, strict=True))
 
     def results(self, places: Sequence[Place]) -> Tensors:
         """Remove and return this rank's results; join the parts of several head groups, each rounded."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels import KERNELS
 from ..kernels.contract import finite_lse
 from ..kernels.merge import row_dot
+from ..kernels.precision import converted
 from ..plan.assignment import CIRCULATIONS
 from ..plan.groups import Groups
 from ..plan.program import Program
@@ -131,12 +132,14 @@ def lost_rows(q: Tensor) -> Tensor | None:
 
     PyTorch's operator for CPUs takes a row whose scores are all NaN for one that sees nothing, and gives 0.
     """
-    return None if q.is_cuda else (q * 0).sum(-1)
+    return None if q.is_cuda else (q - q).sum(-1)
 
 
 def with_lost_rows(out: Tensor, lse: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add the result of :func:`lost_rows` to a call's results, in place."""
-    return (out, lse) if lost is None else (out.add_(lost.unsqueeze(-1)), lse.add_(lost))
+    if lost is None:
+        return out, lse
+    return out.add_(converted(lost, out.dtype).unsqueeze(-1)), lse.add_(converted(lost, lse.dtype))
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -179,7 +182,7 @@ def rounded_gradients(sums: dict[Side, Tensors], scale: float, dtype: torch.dtyp
     if scale <= 0:
         grads[0] = grads[0] * sign_of(scale)
     for n, grad in enumerate(grads):
-        grads[n] = grad.to(dtype).contiguous()
+        grads[n] = converted(grad, dtype).contiguous()
     return grads
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.precision import accumulation_dtype
+from ..kernels.precision import accumulation_dtype, converted
 from ..plan.rows import Side
 from .calls import (
     SETTLED,
@@ -37,7 +37,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 16
+FORMULA_VERSION = 17
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -99,7 +99,7 @@ def attend(
     out, log_sum = with_sinks(*with_lost_rows(out, log_sum, lost_rows(q)), sinks)
     settled = Settled.of(number, call, of_lse=return_lse)
     kept_q, kept_k, kept_v, kept_out, kept_lse = kept
-    rounded = out.to(q.dtype).contiguous()
+    rounded = converted(out, q.dtype).contiguous()
     return rounded, log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v, kept_out, kept_lse
 
 

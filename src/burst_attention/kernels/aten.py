@@ -13,7 +13,7 @@ from ..plan.tile import Tiles
 from .aten_ops import AtenOps, MaskAndScale
 from .contract import band_seen
 from .pieces import Piece, split_into_pieces
-from .precision import accumulation_dtype
+from .precision import accumulation_dtype, converted
 from .stock import Stock
 
 
@@ -42,8 +42,8 @@ class Aten(Stock[Piece]):
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
         if self.upcast:
-            return x.to(accumulation_dtype(x.dtype))
-        return x.to(self.ops.backward_dtype(x.dtype)) if backward else x
+            return converted(x, accumulation_dtype(x.dtype))
+        return converted(x, self.ops.backward_dtype(x.dtype)) if backward else x
 
     def run_forward(self, launch: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)

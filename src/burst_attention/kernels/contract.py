@@ -112,7 +112,7 @@ class Measuring(Kernel, Protocol):
 
 def finite_lse(lse: Tensor) -> Tensor:
     """Return ``lse`` with 0 in rows that see nothing: e^(-inf - 0) is 0, where e^(-inf - -inf) is NaN."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)
+    return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 
 def capturing() -> bool:

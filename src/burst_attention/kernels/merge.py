@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from .precision import converted
+
 # The most bytes of a temporary copy, on CPUs and on GPUs: smaller blocks cost operators, larger ones memory.
 BLOCK_BYTES = (1 << 22, 1 << 28)
 
@@ -39,10 +41,10 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     sum to one, so this is one linear interpolation. In fp32, or fp64 for fp64 inputs.
     """
     total = torch.logaddexp(lse, part_lse)
-    weight = torch.exp(part_lse - total).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
-    weight = weight.to(out.dtype).unsqueeze(-1)
+    weight = torch.exp(part_lse - total).masked_fill_(torch.isneginf(part_lse), 0.0)  # -inf - -inf would be NaN
+    weight = converted(weight, out.dtype).unsqueeze(-1)
     for heads in _blocks_to_widen(part_out, out.dtype):
-        out[:, heads].lerp_(part_out[:, heads].to(out.dtype), weight[:, heads])
+        out[:, heads].lerp_(converted(part_out[:, heads], out.dtype), weight[:, heads])
     lse.copy_(total)
 
 
@@ -54,11 +56,16 @@ def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 def add_(total: Tensor, part: Tensor) -> None:
     """Add ``part`` [B, H, rows, D] to ``total`` in place."""
-    for heads in [slice(None)] if part.is_cuda else _blocks_to_widen(part, total.dtype):  # a GPU widens as it reads
-        total[:, heads].add_(part[:, heads])  # += would also copy the sum to itself
+    if part.is_cuda:  # which widens as it reads
+        total.add_(part)
+        return
+    for heads in _blocks_to_widen(part, total.dtype):
+        total[:, heads].add_(converted(part[:, heads], total.dtype))  # += would also copy the sum to itself
 
 
 def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
-    parts = [(a[:, heads].to(dtype) * b[:, heads]).sum(-1) for heads in head_blocks(a, dtype)]
+    wide = b.dtype if b.is_cuda else dtype  # a GPU widens as it reads
+    pairs = ((converted(a[:, at], dtype), converted(b[:, at], wide)) for at in head_blocks(a, dtype))
+    parts = [(x * y).sum(-1) for x, y in pairs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .merge import head_blocks
-from .precision import accumulation_dtype
+from .precision import accumulation_dtype, converted
 
 
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor:
 
         return carried(dout, delta)
     fill = _project if dout.dtype == delta.dtype else _carry
-    out = torch.empty_like(dout)
+    out = dout.new_empty(dout.shape)
     for heads in head_blocks(dout, torch.float64):  # several temporaries
         fill(out[:, heads], dout[:, heads], delta[:, heads])
     return out
@@ -54,15 +54,16 @@ def _carry(out: Tensor, dout: Tensor, delta: Tensor) -> None:
     """
     size = torch.abs(dout, out=out)
     at = size.topk(min(2, dout.shape[-1]), -1).indices
-    carriers = dout.gather(-1, at).to(delta.dtype)
-    carriers.masked_fill_(carriers.logical_not(), 1.0)  # what a column says does not count where dout is 0
+    carriers = converted(dout.gather(-1, at), delta.dtype)
+    empty = torch.logical_not(carriers, out=carriers.new_empty(carriers.shape, dtype=torch.bool))
+    carriers.masked_fill_(empty, 1.0)  # what a column says does not count where dout is 0
     first, second = carriers[..., 0], carriers[..., -1]  # a single column carries what it can
-    parts, most = torch.empty_like(carriers, dtype=dout.dtype), torch.finfo(dout.dtype).max
+    parts, most = dout.new_empty(carriers.shape), torch.finfo(dout.dtype).max
     high = delta / first
     high = high.copy_(parts[..., 0].copy_(high))  # rounded
     if at.shape[-1] > 1:
         parts[..., 1].copy_(torch.addcmul(delta, high, first, value=-1).div_(second).clamp_(-most, most))
-    out.zero_().scatter_(-1, at, parts)
+    out.fill_(0).scatter_(-1, at, parts)
 
 
 @dataclass(frozen=True, eq=False)
