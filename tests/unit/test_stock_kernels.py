@@ -742,6 +742,45 @@ def test_auto_tries_the_fastest_first_unless_sums_must_have_an_order(monkeypatch
     assert list(kernels.candidates(*gpu)) == [*(name for name in plain if "cudnn" not in name), "reference"]
 
 
+# capability, packages that are installed, a mask with windows, a fixed order -> the kernel, and what would be faster
+EXPLAINED = {
+    (8, (), False, False): ("aten-flash", ["flash2"]),
+    (8, (2,), False, False): ("flash2", []),
+    (8, (), True, False): ("triton", ["flash2"]),
+    (9, (), False, False): ("aten-cudnn", ["flash4", "cudnn"]),
+    (9, (4,), False, False): ("flash4", []),
+    (9, ("cudnn", 2), False, False): ("cudnn", ["flash4"]),
+    (9, (), True, False): ("triton", ["flash4", "cudnn", "flash3", "flash2"]),
+    (9, ("cudnn",), True, False): ("cudnn", ["flash4"]),
+    (9, (), False, True): ("aten-flash", ["flash4", "flash3", "flash2"]),
+    (9, (3, "cudnn"), False, True): ("flash3", ["flash4"]),
+    (9, (4, "cudnn"), True, True): ("flash4", []),
+    (10, (), False, False): ("aten-cudnn", ["flash4", "cudnn"]),
+    (10, (2,), True, True): ("flash2", ["flash4"]),
+    (10, (), False, True): ("triton", ["flash4", "flash2"]),
+}
+
+
+@pytest.mark.parametrize("emulated", EXPLAINED, ids=str)
+def test_a_sentence_says_what_a_gpu_takes_and_what_would_be_faster(fresh, installed, monkeypatch, asked, emulated):
+    capability, packages, banded, asked.ordered = emulated
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    monkeypatch.setattr(kernels, "_capability", lambda _: capability)
+    monkeypatch.setattr(kernels, "check_once", lambda *_, **__: None)
+    cudnn_graphs.cudnn_graphs.cache_clear()
+    monkeypatch.setitem(sys.modules, "cudnn", FRONTEND if "cudnn" in packages else None)
+    for generation in set(packages) - {"cudnn"}:
+        installed(generation, FLASH[generation])
+    told = explain(device="cuda", dtype=torch.float16, banded=banded)  # which the interpreter has
+    taken, faster = EXPLAINED[emulated]
+    kind = "windows" if banded else "full and causal tiles"
+    assert told.startswith(f"auto takes {taken} for torch.float16 on cuda, {kind}")
+    assert re.findall(r"[,:] (\S+) \(kernel='", told) == faster
+    assert told.count("pip install") == len(faster)
+    cudnn_graphs.cudnn_graphs.cache_clear()
+
+
 def test_flash_attention_adds_in_a_fixed_order_only_if_asked(installed, asked):
     installed(2, FLASH[2])
     ops = flash.flash_ops(2)
