@@ -138,7 +138,7 @@ def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkey
         - 64 * token_bytes(SHAPE, dtype)
         for rank in (0, 10, 20, 31)
     ]
-    close = 0.2 if way.circulate == "blocks" else 0.06
+    close = 0.2 if way.circulate == "blocks" else 0.07
     assert buffers(way, asked, dtype) == pytest.approx(max(whole), rel=close)
 
 

@@ -56,7 +56,7 @@ def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 def add_(total: Tensor, part: Tensor) -> None:
     """Add ``part`` [B, H, rows, D] to ``total`` in place."""
-    if not part.is_cpu:  # a GPU widens as it reads
+    if part.is_cuda:  # which widens as it reads
         total.add_(part)
         return
     for heads in _blocks_to_widen(part, total.dtype):
@@ -65,7 +65,7 @@ def add_(total: Tensor, part: Tensor) -> None:
 
 def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
-    wide = dtype if b.is_cpu else b.dtype  # a GPU widens as it reads
+    wide = b.dtype if b.is_cuda else dtype  # a GPU widens as it reads
     pairs = ((converted(a[:, at], dtype), converted(b[:, at], wide)) for at in head_blocks(a, dtype))
     parts = [(x * y).sum(-1) for x, y in pairs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
