@@ -24,13 +24,14 @@ from burst_bench.harness.results import Span
 from burst_bench.harness.run import World
 from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject
 from burst_bench.harness.trace import Trace
-from burst_bench.harness.workload import Workload, engine_of, random_qkv
+from burst_bench.harness.workload import Workload, random_qkv
+from burst_train.parallel import choose
 
 from burst_attention.plan.layout import Layout
 from burst_attention.planner.presets import preset
 
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
-SMALL = Workload(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
+EVERY = ("auto", "burst", "ring", "zigzag-ring", "ulysses", "tensor", "tensor-sequence")
+SMALL = Workload(task="train", strategies=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
 NAMESPACES = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") or Path("/usr/sbin/ip").exists()),
     reason="an emulated cluster needs root and iproute2",
@@ -41,37 +42,37 @@ NAMESPACES = pytest.mark.skipif(
 @pytest.mark.long
 def test_what_is_counted_is_what_was_predicted(pools, task):
     ranks = pools(2).run(measure, replace(SMALL, task=task, dtype="float32", timeline=True))
-    by_engine = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
-    assert list(by_engine) == list(EVERY)
-    able = [engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")]
-    for engine in {*EVERY} - {*able}:
-        assert f"--engine {engine} exchanges around the attention" in by_engine[engine][0].refused
-    first = by_engine["burst"][0].fingerprints
+    by_strategy = {figures[0].strategy: figures for figures in zip(*ranks, strict=True)}
+    assert list(by_strategy) == list(EVERY)
+    able = [strategy for strategy in EVERY if task != "attention" or not strategy.startswith("tensor")]
+    for strategy in {*EVERY} - {*able}:
+        assert f"--strategies {strategy} exchanges around attention" in by_strategy[strategy][0].refused
+    first = by_strategy["burst"][0].fingerprints
     assert first and all(each.size > 0 for each in first)
-    for engine in able:
-        for rank in by_engine[engine]:
-            assert rank.counted == rank.predicted, engine
+    for strategy in able:
+        for rank in by_strategy[strategy]:
+            assert rank.counted == rank.predicted, strategy
             assert len(rank.seconds) == 1 and rank.seconds[0] > 0 and rank.peak >= 0
             waits, compute = (sum(s.end - s.start for s in rank.spans if s.kind == k) for k in ("wait", "compute"))
             assert waits > 0 and compute > 0 and any(span.kind == "exchange" for span in rank.spans)
             assert waits + compute == pytest.approx(max(span.end for span in rank.spans), rel=1e-6)
-        found = by_engine[engine][0].fingerprints
+        found = by_strategy[strategy][0].fingerprints
         assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(found, first, strict=True))
-        assert sum(rank.counted for rank in by_engine[engine]) > 0, engine
+        assert sum(rank.counted for rank in by_strategy[strategy]) > 0, strategy
 
 
 @pytest.mark.parametrize(("task", "dtype"), [("attention", "bfloat16"), ("train", "float32"), ("prefill", "bfloat16")])
 @pytest.mark.long
-def test_the_judge_finds_every_engine_right(pools, task, dtype):
+def test_the_judge_finds_every_strategy_right(pools, task, dtype):
     first, second = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
     assert first == second
-    assert set(first) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
+    assert set(first) == {strategy for strategy in EVERY if task != "attention" or not strategy.startswith("tensor")}
     assert all(1e-9 < error <= bound < 0.1 for error, bound in first.values())
 
 
 def sampled(spoil):
     job = replace(SMALL, task="attention", seq_len=128, dtype="float32")
-    subject = AttentionSubject(job, engine_of("burst"), Trace())
+    subject = AttentionSubject(job, choose("burst"), Trace())
     subject.run()
     if spoil is not None:
         subject.results[spoil] = subject.results[spoil] * (1.01 if spoil < 2 else 2.0)
@@ -87,7 +88,7 @@ def test_rows_at_the_timed_length_are_compared_with_fp64(pools):
 
 
 def spoiled_gradient(spoil):
-    """Judge an engine whose gradient of one kind of parameter is a fifth too small, in bf16."""
+    """Judge a strategy whose gradient of one kind of parameter is a fifth too small, in bf16."""
     backward = ModelSubject.backward
 
     def wrong(self):
@@ -100,7 +101,7 @@ def spoiled_gradient(spoil):
 
     ModelSubject.backward = wrong
     try:
-        return judge(replace(SMALL, engines=("burst",), dtype="bfloat16"))["burst"]
+        return judge(replace(SMALL, strategies=("burst",), dtype="bfloat16"))["burst"]
     finally:
         ModelSubject.backward = backward
 
@@ -129,13 +130,13 @@ class Scripted:
         return self.figures
 
 
-def figures_of(engine, **changes):
+def figures_of(strategy, **changes):
     fingerprints = [Fingerprint(6.0, 6.0), Fingerprint(2.0, 1.0)]
     right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "fingerprints": fingerprints}
-    return Measurement(engine, **(right | changes))
+    return Measurement(strategy, **(right | changes))
 
 
-def test_no_figure_is_reported_of_an_engine_that_is_wrong():
+def test_no_figure_is_reported_of_a_strategy_that_is_wrong():
     good = (1e-6, 1e-5)
     for bad, changes in (
         ((1e-4, 1e-5), {}),
@@ -149,17 +150,17 @@ def test_no_figure_is_reported_of_an_engine_that_is_wrong():
         figures = [figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses")]
         scripted = Scripted({"burst": good, "ring": bad, "ulysses": good}, [figures] * 2)
         world = World(scripted, None, 1, lambda text: None)
-        rows = world.rows(replace(SMALL, engines=("burst", "ring", "ulysses"), dtype="float32"), [64])
+        rows = world.rows(replace(SMALL, strategies=("burst", "ring", "ulysses"), dtype="float32"), [64])
         assert [row.passed for row in rows] == [True, False, True], (bad, changes)
         assert rows[1].seconds == () and rows[0].seconds == [1.0]
         assert rows[1].median is rows[1].tokens_per_second is rows[1].bytes_counted is rows[1].peak_memory is None
 
 
-def test_an_engine_by_itself_is_held_to_what_several_agreed_on():
+def test_a_strategy_by_itself_is_held_to_what_several_agreed_on():
     """And the loss to a closer bound than gradients in half precision."""
     scripted = Scripted({"burst": (1e-3, 1e-2), "ring": (1e-3, 1e-2)}, [[figures_of("burst"), figures_of("ring")]] * 2)
     world = World(scripted, None, 1, lambda text: None)
-    job = replace(SMALL, engines=("burst", "ring"), dtype="bfloat16")
+    job = replace(SMALL, strategies=("burst", "ring"), dtype="bfloat16")
     assert all(row.passed for row in world.rows(job, [64]))
     for fingerprints, passes in (
         ([Fingerprint(6.0, 6.0), Fingerprint(2.05, 1.0)], True),
@@ -167,7 +168,7 @@ def test_an_engine_by_itself_is_held_to_what_several_agreed_on():
         ([Fingerprint(6.03, 6.0), Fingerprint(2.0, 1.0)], False),
     ):
         scripted.figures = [[figures_of("ring", fingerprints=fingerprints)]] * 2
-        (row,) = world.rows(replace(job, engines=("ring",), rounds=2), [64])
+        (row,) = world.rows(replace(job, strategies=("ring",), rounds=2), [64])
         assert row.passed == passes, fingerprints
 
 
@@ -177,7 +178,7 @@ def test_the_slowest_rank_is_timed_and_the_highest_weighed():
         [figures_of("burst", seconds=[3.0, 2.0], counted=30, peak=300)],
     ]
     world = World(Scripted({"burst": (1e-6, 1e-5)}, ranks), None, 1, lambda text: None)
-    (row,) = world.rows(replace(SMALL, engines=("burst",), dtype="float32"), [64])
+    (row,) = world.rows(replace(SMALL, strategies=("burst",), dtype="float32"), [64])
     assert (list(row.seconds), row.median, row.tokens_per_second) == ([3.0, 4.0], 3.5, 64 / 3.5)
     assert (row.bytes_counted, row.peak_memory, row.bytes_wire) == (20, 300, None)
 
@@ -189,7 +190,7 @@ def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
     for calibrates in (True, False):
         scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
         world = World(scripted, network, 1, lambda text: None, calibrates=calibrates)
-        rows = world.rows(replace(SMALL, engines=("burst",)), [64], [None, 2e6])
+        rows = world.rows(replace(SMALL, strategies=("burst",)), [64], [None, 2e6])
         assert [row.chosen for row in rows] == ["zigzag, heads=2, query"] * 2
         jobs += scripted.jobs
     planned, slow, *uncalibrated = jobs
@@ -228,15 +229,15 @@ def test_inputs_drawn_for_some_positions_are_those_of_all():
 
 
 @pytest.mark.slow
-def test_memory_is_of_one_engine_by_itself(pools):
-    """The same engine before and after another: 2 MiB for each of q, k, v, out, dout and their gradients.
+def test_memory_is_of_one_strategy_by_itself(pools):
+    """The same strategy before and after another: 2 MiB for each of q, k, v, out, dout and their gradients.
 
     What is on its way when a rank is at its peak depends on how ranks happen to meet, 10 MiB of it: hence the lesser
-    of two, after one that a process runs first. What another engine leaves behind would be 16 MiB at least.
+    of two, after one that a process runs first. What another strategy leaves behind would be 16 MiB at least.
     """
     job = replace(SMALL, task="attention", seq_len=8192, head_dim=32, dtype="float32", rounds=0)
-    engines = ("burst", "burst", "burst", "ulysses", "burst", "burst")
-    for figures in pools(2).run(measure, replace(job, engines=engines)):
+    strategies = ("burst", "burst", "burst", "ulysses", "burst", "burst")
+    for figures in pools(2).run(measure, replace(job, strategies=strategies)):
         first, last = (min(each.peak for each in some) for some in (figures[1:3], figures[4:]))
         assert 14 * 2**20 < first < 48 * 2**20
         assert last == pytest.approx(first, abs=12 * 2**20)
@@ -248,20 +249,20 @@ def test_memory_is_of_one_engine_by_itself(pools):
 )
 @pytest.mark.long
 def test_the_command_writes_results_and_report(tmp_path, capsys, task):
-    """And a row for each engine and length, the refused ones included."""
+    """And a row for each strategy and length, the refused ones included."""
     out = tmp_path / "bench"
     shape = ["--heads", "4", "--head-dim", "8", "--vocabulary", "64", "--rounds", "2"]
-    arguments = [task, "--engines", "burst", "ring", "single", "--seq-lens", "64", "96", *shape, "--out", str(out)]
+    arguments = [task, "--strategies", "burst", "ring", "single", "--seq-lens", "64", "96", *shape, "--out", str(out)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in printed
+    assert "left out: single, 2 ranks: --strategy single runs each sequence on one rank" in printed
     assert "/ first's" in printed
     results = json.loads((out / "results.json").read_text())
-    assert [(row["engine"], row["seq_len"]) for row in results["rows"]] == [
-        (engine, length) for length in (64, 96) for engine in ("burst", "ring", "single")
+    assert [(row["strategy"], row["seq_len"]) for row in results["rows"]] == [
+        (strategy, length) for length in (64, 96) for strategy in ("burst", "ring", "single")
     ]
     for row in results["rows"]:
-        if row["engine"] == "single":
+        if row["strategy"] == "single":
             assert row["refused"]
             continue
         assert row["error"] <= row["bound"] and len(row["seconds"]) == len(row["timeline"]) == 2
@@ -279,7 +280,7 @@ def test_the_command_writes_results_and_report(tmp_path, capsys, task):
 def test_ranks_are_calibrated_and_plans_go_by_it(pools):
     rates = calibrated(pools(2))
     assert rates.source.startswith("measured by burst calibrate on 2 ranks")
-    job = replace(SMALL, task="attention", engines=("burst", "ulysses"), rates=rates, rounds=0)
+    job = replace(SMALL, task="attention", strategies=("auto", "ulysses"), rates=rates, rounds=0)
     for ours, ulysses in pools(2).run(measure, job):
         assert "circulate=" in ours.chosen and "ulysses_degree=" in ours.chosen and ulysses.chosen is None
         assert ours.counted == ours.predicted > 0
@@ -289,31 +290,31 @@ def test_ranks_are_calibrated_and_plans_go_by_it(pools):
 @pytest.mark.long
 def test_a_cluster_counts_the_true_bytes_and_limits_them():
     """The strategy is fixed: with measured links, a slow one would change the plan."""
-    job = replace(SMALL, engines=("burst:zigzag,ulysses_degree=1", "tensor-sequence"), seq_len=1024, rounds=1)
+    job = replace(SMALL, strategies=("layout=zigzag,ulysses_degree=1", "tensor-sequence"), seq_len=1024, rounds=1)
     rate = 40e6
     with World.of(2, (2, 1)) as world:
         rows = world.rows(job, [1024], [None, rate])
-    free, limited = ({row.engine: row for row in rows if row.link == link} for link in (None, rate))
-    for engine in job.engines:
-        row = limited[engine]
+    free, limited = ({row.strategy: row for row in rows if row.link == link} for link in (None, rate))
+    for strategy in job.strategies:
+        row = limited[strategy]
         assert row.passed
         assert row.bytes_counted < row.bytes_wire < 5 * row.bytes_counted + 1e6
-        assert row.bytes_wire == pytest.approx(free[engine].bytes_wire, rel=0.05)
+        assert row.bytes_wire == pytest.approx(free[strategy].bytes_wire, rel=0.05)
         assert row.median > 8 * row.bytes_wire / rate * 0.8, "what is sent takes its time"
         assert row.bytes_uncounted == row.bytes_wire - row.bytes_counted
 
 
-def test_engines_taken_by_default_can_all_train_over_several_ranks():
-    for spec in Arguments().engines:
-        engine_of(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
+def test_strategies_taken_by_default_can_all_train_over_several_ranks():
+    for spec in Arguments().strategies:
+        choose(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
 
 
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
         (["nothing"], "attention, train, prefill"),
-        (["train", "--engines", "megatron"], "'megatron' is unknown"),
-        (["train", "--engines", "ring:striped"], "--layout striped"),
+        (["train", "--strategies", "megatron"], "'megatron' is unknown"),
+        (["train", "--strategies", "ring:striped"], "'ring:striped' is unknown"),
         (["train", "--link", "10mbit"], "needs --cluster"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),

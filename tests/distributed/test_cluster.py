@@ -260,7 +260,18 @@ def alive(group: int) -> list[str]:
 @pytest.mark.slow
 def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
     """As from a terminal: the signal goes to the command and to its ranks, which are in the middle of a call."""
-    sizes = ["--cluster", "2x1", "--link", "20mbit", "--seq-lens", "8192", "--engines", "burst", "--out", str(tmp_path)]
+    sizes = [
+        "--cluster",
+        "2x1",
+        "--link",
+        "20mbit",
+        "--seq-lens",
+        "8192",
+        "--strategies",
+        "burst",
+        "--out",
+        str(tmp_path),
+    ]
     run = "runpy.run_module('burst_bench.cluster', run_name='__main__')"
     command = [sys.executable, "-c", f"{HEEDS}; import runpy, sys; sys.argv[1:] = {['train', *sizes]}; {run}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as child:

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from burst_train.engines.ulysses import ulysses_attention
 from torch.autograd import forward_ad
 
 from burst_attention import Strategy, burst_attention, make_plan
@@ -40,7 +39,6 @@ def log_probs_of(plan):
 
 CALLS = {
     "burst_attention": attention_of(burst_attention),
-    "ulysses_attention": attention_of(ulysses_attention),
     "next_token_loss": loss_of,
     "token_log_probs": log_probs_of,
     "unshard": lambda plan: lambda x: plan.unshard(x, 2, grad="sum"),

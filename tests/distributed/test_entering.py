@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from burst_train.engines.ulysses import ulysses_attention
 
 import burst_attention
 from burst_attention import ExchangeError, PeerError, Strategy, make_plan
@@ -70,10 +69,6 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "exchange_small": ("burst_attention.attention.plan.float", lambda plan: plan.exchange_small([1.0])),
     "an agreement itself": ("burst_attention.comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
     "a model": ("burst_attention.integrations.hf.checks.check_rope", model),
-    "ulysses_attention": (
-        "burst_train.engines.ulysses.check_ulysses",
-        lambda plan: ulysses_attention(*inputs(plan), plan),
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""``burst eval``: every engine gives one model the same perplexity, and what can't be asked is refused."""
+"""``burst eval``: every strategy gives one model the same perplexity, and what can't be asked is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from burst_train.cli.preflight import check_evaluation
 from burst_train.data.sequences import open_sequences
-from burst_train.engines import ENGINES
+from burst_train.parallel import STRATEGIES
 from burst_train.step.evaluate import _Evaluator, evaluate
 from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.loop import train
@@ -81,12 +81,12 @@ def by_transformers(config):
 
 
 @pytest.mark.long
-def test_every_engine_gives_the_loss_of_plain_transformers(pools, asked):
+def test_every_strategy_gives_the_loss_of_plain_transformers(pools, asked):
     loss, tokens = by_transformers(asked)
     answers = pools(2).run(evaluate, asked)
     assert answers[0] == answers[1], "the same on every rank"
-    results = {result.engine: result for result in answers[0]}
-    assert tuple(results) == ENGINES
+    results = {result.strategy: result for result in answers[0]}
+    assert tuple(results) == STRATEGIES
     for name, result in results.items():
         assert result.refused is None
         assert (result.tokens, result.sequences, result.reference) == (tokens, SEQUENCES, "single")
@@ -99,13 +99,13 @@ def test_every_engine_gives_the_loss_of_plain_transformers(pools, asked):
 
 
 def test_a_presets_weights_are_those_of_the_seed(pools, asked):
-    one = replace(asked, model="tiny", engines=("single",))
+    one = replace(asked, model="tiny", strategies=("single",))
     zero, again, other = (pools(1).run(evaluate, replace(one, seed=seed))[0][0].loss for seed in (0, 0, 1))
     assert zero == again != other
 
 
 def test_half_precision_shows_in_the_greatest_difference(pools, asked):
-    burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", engines=("burst", "single")))[0]
+    burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", strategies=("burst", "single")))[0]
     assert 1e-3 < burst.greatest_difference < 0.3
     assert burst.loss == pytest.approx(single.loss, abs=1e-2)
 
@@ -128,15 +128,15 @@ def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
 
 
 @pytest.mark.long
-def test_an_engine_that_cannot_share_reports_why_and_the_others_run(pools, asked):
-    results = {result.engine: result for result in pools(4).run(evaluate, asked)[0]}
-    for name in ("ulysses", "tensor", "tensor-sequence"):
-        assert f"--engine {name}" in results[name].refused
+def test_a_strategy_that_cannot_share_reports_why_and_the_others_run(pools, asked):
+    results = {result.strategy: result for result in pools(4).run(evaluate, asked)[0]}
+    for name in ("tensor", "tensor-sequence"):
+        assert f"--strategy {name}" in results[name].refused
         assert "2 key-value heads" in results[name].refused
         assert results[name].loss is None
         assert results[name].perplexity is None
     # Fewer sequences than ranks: one rank of ``single`` has no sequence.
-    alone = pools(1).run(evaluate, replace(asked, engines=("single",)))[0][0]
+    alone = pools(1).run(evaluate, replace(asked, strategies=("single",)))[0][0]
     for name in ("burst", "ring", "single"):
         assert results[name].refused is None
         assert results[name].loss == pytest.approx(alone.loss, abs=1e-5)
@@ -148,7 +148,7 @@ def test_a_share_of_the_documents_is_the_one_that_training_held_out(pools, run, 
     config = EvalConfig(
         model=str(run / "model"),
         data=corpus,
-        engines=("ring", "burst"),
+        strategies=("ring", "burst"),
         seq_len=trained.data.seq_len,
         sequences=trained.data.held_out_sequences,
         held_out=trained.data.held_out,
@@ -176,7 +176,7 @@ def test_training_and_evaluation_read_special_tokens_in_a_text_alike(pools, tmp_
     asked = EvalConfig(
         model=str(tmp_path / ".run" / "model"),
         data=str(tmp_path),
-        engines=("single",),
+        strategies=("single",),
         seq_len=config.data.seq_len,
         sequences=config.data.held_out_sequences,
         held_out=config.data.held_out,
@@ -258,22 +258,22 @@ def start(*words):
 
 
 @pytest.mark.slow
-def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
+def test_the_command_shows_every_strategy_and_writes_json(pools, asked, tmp_path):
     script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
     status, reported, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
     assert status == 0, wrong
-    expected = {result.engine: result for result in pools(2).run(evaluate, asked)[0]}
+    expected = {result.strategy: result for result in pools(2).run(evaluate, asked)[0]}
     rows = {line.split("│")[1].strip(): line for line in reported.splitlines() if line.count("│") > 3}
-    assert tuple(rows) == ENGINES, reported
+    assert tuple(rows) == STRATEGIES, reported
     for name, row in rows.items():
         assert f"{expected[name].perplexity:,.4f}"[:-1] in row
     assert "reference" in rows["single"]
     assert "Warning" not in reported + wrong
     written = TypeAdapter(Evaluation).validate_json(path.read_bytes(), strict=True)
-    assert [result.engine for result in written.results] == list(ENGINES)
+    assert [result.strategy for result in written.results] == list(STRATEGIES)
     assert all(
-        result.loss == pytest.approx(expected[result.engine].loss, abs=1e-6)
-        and result.tokens == expected[result.engine].tokens
+        result.loss == pytest.approx(expected[result.strategy].loss, abs=1e-6)
+        and result.tokens == expected[result.strategy].tokens
         for result in written.results
     )
     assert written.setting["ranks"] == 2
@@ -283,7 +283,7 @@ def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
 @pytest.mark.slow
 def test_torchrun_evaluates_and_tells_what_is_refused(asked):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
-    status, reported, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))
+    status, reported, wrong = start(*torchrun, *flags(asked, "--strategies", "burst", "ulysses"))
     assert status == 0, wrong
     assert reported.count("greatest difference") == 1, "one rank speaks"
     assert "4 query heads" in " ".join(reported.replace("│", " ").split())
@@ -299,7 +299,7 @@ def test_torchrun_evaluates_and_tells_what_is_refused(asked):
         ({}, ("--ranks", "0"), "--ranks 0 must be at least 1"),
         ({}, ("--json", "/nowhere/eval.json"), "--json /nowhere/eval.json is in a missing directory"),
         ({"seq_len": 5000}, ("--pack", "none"), "leaves no token to evaluate"),
-        ({}, ("--engines", "ulysses", "tensor", "--ranks", "3"), "none of --engines ulysses tensor can run"),
+        ({}, ("--strategies", "ulysses", "tensor", "--ranks", "3"), "none of --strategies ulysses tensor can run"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_a_line(asked, capsys, change, more, reported):
@@ -311,8 +311,6 @@ def test_what_cannot_be_asked_is_refused_in_a_line(asked, capsys, change, more, 
     assert not output.out
 
 
-def test_unknown_engines_are_refused(asked, capsys):
-    with pytest.raises(SystemExit) as refused:
-        main(flags(asked, "--engines", "megatron"))
-    assert refused.value.code == 2
-    assert "megatron" in capsys.readouterr().err
+def test_unknown_strategies_are_refused(asked, capsys):
+    assert main(flags(asked, "--strategies", "megatron")) == 2
+    assert "--strategies megatron: strategy='megatron' is unknown" in capsys.readouterr().err

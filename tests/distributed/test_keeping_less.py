@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from burst_train.parallel import FOREIGN
 from burst_train.step.loop import Trainer, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,7 +43,7 @@ def expected(pools, corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("flags", "engine", "world"),
+    ("flags", "strategy", "world"),
     [
         ("keep", "burst", 2),
         ("layer, heads", "burst", 3),
@@ -52,22 +53,22 @@ def expected(pools, corpus, tmp_path_factory):
             for row in (
                 *((flags, "burst", 1 + n % 3) for n, flags in enumerate(FLAGS) if flags != "keep"),
                 ("keep, pieces", "burst", 3),
-                ("keep", "ring", 2),
+                ("keep", "zigzag-ring", 2),
                 ("layer, pieces", "ulysses", 2),
                 ("layer, pieces", "tensor", 2),
                 ("layer, pieces", "single", 1),
-                ("layer, heads", "ring", 2),
+                ("layer, heads", "usp:2", 2),
                 ("layer, heads", "burst", 4),
             )
         ),
     ],
 )
-def test_no_flag_changes_the_loss(pools, corpus, tmp_path, expected, flags, engine, world):
-    pools(world).run(train, config_of(corpus, tmp_path, engine=engine, **SMALL, **FLAGS[flags]))
+def test_no_flag_changes_the_loss(pools, corpus, tmp_path, expected, flags, strategy, world):
+    pools(world).run(train, config_of(corpus, tmp_path, strategy=strategy, **SMALL, **FLAGS[flags]))
     assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
     assert norms(tmp_path) == pytest.approx(expected[1], rel=1e-4)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    if engine in ("burst", "ring", "ulysses"):
+    if strategy not in FOREIGN:
         assert all(record["bytes_sent"] == record["bytes_predicted"] for record in records)
 
 

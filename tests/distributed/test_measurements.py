@@ -93,7 +93,7 @@ def test_a_line_compares_round_by_round() -> None:
 
 
 def test_the_longest_length_is_the_last_that_fits() -> None:
-    policy = {"engine": "burst", "remat": "layer", "mlp_chunks": 8, "attention_chunks": 1, "offload": "none"}
+    policy = {"strategy": "auto", "remat": "layer", "mlp_chunks": 8, "attention_chunks": 1, "offload": "none"}
     rows = [policy | {"tokens": 1024 * n, "fits": n < 4, "peak": n * 2**20, "predicted": None} for n in (1, 2, 4)]
     (cells,) = longest.longest_of(rows)
     assert (cells["longest"], cells["peak per rank"], cells["twice that"]) == ("2,048 tokens", "2 MiB", "takes 4 MiB")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from burst_bench.harness.calls import NAMES, errors_over_ranks
-from burst_train.engines.whole import whole_attention
+from burst_train.parallel.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan

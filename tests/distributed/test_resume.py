@@ -163,17 +163,17 @@ def rates_of(checkpoint: Path) -> dict | None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus, tmp_path):
+def test_a_run_goes_on_over_other_ranks_layouts_strategies_and_groups(pools, corpus, tmp_path):
     shared = {"steps": STEPS, "global_batch": 2, "save_every": "1", "keep": 1, "seq_len": 96}
     pools(1).run(train, config_of(corpus, tmp_path / "whole", **shared))
     places = [
-        (1, {"engine": "single"}),
-        (2, {"layout": "contiguous"}),
+        (1, {"strategy": "single"}),
+        (2, {"strategy": "layout=contiguous"}),
         (4, {"data_parallel": 2}),
-        (3, {"layout": "striped"}),
-        (2, {"engine": "ulysses"}),
-        (2, {"engine": "tensor"}),
-        (4, {"engine": "tensor", "data_parallel": 2}),
+        (3, {"strategy": "layout=striped"}),
+        (2, {"strategy": "ulysses"}),
+        (2, {"strategy": "tensor"}),
+        (4, {"strategy": "tensor", "data_parallel": 2}),
     ]
     for step, (world, changes) in enumerate(places, start=1):
         resume = "newest" if step > 1 else None

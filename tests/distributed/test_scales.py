@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from burst_train.engines.ulysses import ulysses_attention
-from burst_train.engines.usp import UspAttention
-from burst_train.engines.whole import whole_attention
+from burst_train.parallel.whole import whole_attention
 
 from burst_attention import DisagreementError, Mask, Strategy, burst_attention, make_plan
 from burst_attention.compat import ring_flash_attn as compat
@@ -60,16 +58,10 @@ def test_every_sign_in_the_triton_kernel(dtype, scale: float) -> None:
     assert worst(2, case, scale) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
-def by_usp(case: Case, scale: float) -> float:
-    return errors(case, scale, UspAttention(2))
-
-
 @pytest.mark.parametrize("scale", SIGNS)
-def test_every_sign_in_other_engines(pools, scale: float) -> None:
+def test_every_sign_in_other_strategies(pools, scale: float) -> None:
     case = replace(CASE, mask=Mask(window=9), q_heads=4, kv_heads=4)
     assert errors(case, scale, whole_attention) < 1e-5
-    assert worst(2, replace(case, layout="contiguous"), scale, ulysses_attention) < 1e-5
-    assert max(pools(4).run(by_usp, case, scale)) < 1e-5
 
 
 def by_ring_flash_attn(group: Any, scale: float) -> float:
@@ -134,8 +126,6 @@ def test_a_scale_that_scores_can_not_hold_is_refused(dtype) -> None:
             burst_attention(q, q, q, make_plan(10), scale=scale)
         with pytest.raises(ValueError, match="scale="):
             compat.ring_flash_attn_func(q, q, q, softmax_scale=np.float64(scale), causal=True)
-        with pytest.raises(ValueError, match="scale="):
-            ulysses_attention(q, q, q, make_plan(10), scale=scale)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32", "triton"])

@@ -73,7 +73,7 @@ def test_waits_and_mfu_are_in_the_metrics_the_summary_and_tensorboard(pools, cor
 
 
 def test_unknown_values_are_left_open(pools, corpus, tmp_path):
-    summary = pools(2).run(train, config_of(corpus, tmp_path / "run", engine="tensor", seq_len=64, steps=2))[0]
+    summary = pools(2).run(train, config_of(corpus, tmp_path / "run", strategy="tensor", seq_len=64, steps=2))[0]
     assert summary.mfu is None and summary.exchange_seconds == [None, None]
 
 

@@ -56,7 +56,7 @@ def relative(x, y):
 def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
     runs = [(1, "zigzag"), (2, "zigzag"), (3, "striped")]
     for world, layout in runs:
-        pools(world).run(train, config_of(corpus, tmp_path / f"{world}-{layout}", layout=layout, steps=6))
+        pools(world).run(train, config_of(corpus, tmp_path / f"{world}-{layout}", strategy=f"layout={layout}", steps=6))
     expected = losses(tmp_path / "1-zigzag")
     assert len(expected) == 6
     assert expected[-1] < expected[0] - 0.5, "it learns"
@@ -274,9 +274,9 @@ def agreements_of_a_step(config):
         return [(call.args[1], sorted(call.args[2])) for call in agreed.call_args_list]
 
 
-@pytest.mark.parametrize("engine", ["burst", "tensor"])
-def test_the_batch_of_a_step_is_compared_once(pools, corpus, tmp_path, engine):
-    config = config_of(corpus, tmp_path, engine=engine, seq_len=96, accumulate=3)
+@pytest.mark.parametrize("strategy", ["burst", "tensor"])
+def test_the_batch_of_a_step_is_compared_once(pools, corpus, tmp_path, strategy):
+    config = config_of(corpus, tmp_path, strategy=strategy, seq_len=96, accumulate=3)
     for agreed in pools(2).run(agreements_of_a_step, config):
         compared = [call for call, fields in agreed if any("digest" in name or name == "documents" for name in fields)]
         assert compared == ["the sequences to train on"]

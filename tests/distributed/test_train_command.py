@@ -45,7 +45,7 @@ def start(*words):
     )
 
 
-FIXED = ("--steps", "4", "--layout", "zigzag", "--ulysses-degree", "1")  # measured rates may choose otherwise
+FIXED = ("--steps", "4", "--strategy", "layout=zigzag,ulysses_degree=1")  # measured rates may choose otherwise
 
 
 def test_the_command_trains_as_one_process_does(pools, corpus, tmp_path):
@@ -67,7 +67,7 @@ def test_torchrun_trains_as_ranks_of_a_pool_do(pools, corpus, tmp_path):
     found = start(*torchrun, *command(corpus, tmp_path / "torchrun", *FIXED))
     reported, _ = found.communicate(timeout=120)
     assert found.returncode == 0, reported
-    pools(2).run(train, config_of(corpus, tmp_path / "pool", layout="zigzag", ulysses_degree=1))
+    pools(2).run(train, config_of(corpus, tmp_path / "pool", strategy="layout=zigzag,ulysses_degree=1"))
     assert losses(tmp_path / "torchrun") == losses(tmp_path / "pool")
 
 

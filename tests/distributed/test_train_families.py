@@ -95,19 +95,19 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
 
 
 def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
-    def check(model_type: str, engine: str = "burst", layout: str = "auto", **changes: object) -> None:
-        source = folder_of(model_type, tmp_path / f"{model_type}-{engine}", **changes)
-        settings = {"tokenizer": "bytes", "engine": engine, "layout": layout, "seq_len": 64}
-        check_run(config_of(corpus, tmp_path / "run", model=source, **settings), 2)
+    def check(model_type: str, strategy: str = "auto", **changes: object) -> None:
+        source = folder_of(model_type, tmp_path / f"{model_type}-{strategy}", **changes)
+        settings = {"tokenizer": "bytes", "strategy": strategy, "seq_len": 64}
+        check_run(config_of(corpus, tmp_path / "run", model=source, **settings), 1 if strategy == "single" else 2)
 
-    for model_type, engine, changes, why in (
+    for model_type, strategy, changes, why in (
         ("mixtral", "burst", {"output_router_logits": True}, "adds the router's loss"),
         ("hrm_text", "burst", {}, "HrmTextForCausalLM has 2 lists of decoder layers"),
-        ("qwen3_next", "burst", {"layout": "striped"}, "layout='striped' of the strategy separates"),
-        ("gpt_oss", "ulysses", {}, "--engine ulysses has no sinks, which the attention of a gpt_oss has"),
+        ("qwen3_next", "layout=striped", {}, "layout='striped' of the strategy separates"),
+        ("gpt_oss", "single", {}, "--strategy single has no sinks, which the attention of a gpt_oss has"),
         ("gemma4_unified_text", "burst", {}, "does not state one size of the heads"),
         ("longcat_flash", "burst", {}, "zero_expert_num=256 of the configuration"),
-        ("phi3", "tensor", {}, "--engine tensor can't share the projections of a phi3"),
+        ("phi3", "tensor", {}, "--strategy tensor can't share the projections of a phi3"),
     ):
         with pytest.raises(ValueError, match=why):
-            check(model_type, engine, **changes)
+            check(model_type, strategy, **changes)

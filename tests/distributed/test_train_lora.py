@@ -12,8 +12,8 @@ import pytest
 import torch
 from burst_train.cli.preflight import check_run
 from burst_train.data.sequences import open_sequences
-from burst_train.engines import Heads
 from burst_train.health.flops import ModelFlops
+from burst_train.parallel import Heads
 from burst_train.run.folder import list_checkpoints
 from burst_train.step.export import export
 from burst_train.step.loop import train
@@ -71,9 +71,9 @@ def of_peft(config, exclude=None):
     return found, model
 
 
-@pytest.mark.parametrize("engine", ["burst", pytest.param("ulysses", marks=pytest.mark.long)])
-def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp_path, engine):
-    config = lora_config(corpus, tmp_path / "run", llama, steps=20, engine=engine)
+@pytest.mark.parametrize("strategy", ["burst", pytest.param("ulysses", marks=pytest.mark.long)])
+def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp_path, strategy):
+    config = lora_config(corpus, tmp_path / "run", llama, steps=20, strategy=strategy)
     summary = pools(2).run(train, config)[0]
     expected, model = of_peft(config)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
@@ -129,7 +129,7 @@ def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(pools, corpu
 def test_what_can_not_be_adapted_is_refused_before_the_start(corpus, llama, tmp_path):
     for changes, why in (
         ({"model": "tiny"}, "--lora 4 adapts a trained model, but --model tiny has random weights"),
-        ({"engine": "tensor"}, "--lora 4 is not for --engine tensor"),
+        ({"strategy": "tensor"}, "--lora 4 is not for --strategy tensor"),
         ({"lora": 0}, "--lora 0"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -142,11 +142,9 @@ def test_what_can_not_be_adapted_is_refused_before_the_start(corpus, llama, tmp_
 
 
 def test_frozen_weights_need_no_gradients_moments_or_operations(corpus, llama, tmp_path):
-    plain, adapted = (check_run(lora_config(corpus, tmp_path, llama, lora=lora), 2).memory for lora in (None, RANK))
+    assert check_run(lora_config(corpus, tmp_path, llama, lora=RANK), 2).memory is None
     model = AutoModelForCausalLM.from_pretrained(llama)
     whole = ModelFlops.of(model, Heads.of(model.config), [])
     add_adapters(model, RANK)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert adapted["AdamW"] == pytest.approx(2 * 4 * trained / 2, rel=0.2) and adapted["AdamW"] < plain["AdamW"] / 3
-    assert 0 < adapted["weights"] - plain["weights"] <= 4 * trained
     assert ModelFlops.of(model, Heads.of(model.config), []).per_token == whole.per_token * 4 // 6 + 6 * trained

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from burst_bench.harness.memory import give_back, peak_during, resident
-from burst_train.engines import choose
-from burst_train.forecast.footprint import PARTS, training_memory
+from burst_train.cli.preflight import predict_memory
+from burst_train.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from burst_train.forecast.memory import PARTS
 from burst_train.memory import MemoryConfig
 from burst_train.step.loop import Trainer
 from torch._C._profiler import _EventType
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,13 +27,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from burst_attention import Strategy
 from burst_attention.launch.join import join
-from burst_attention.plan.balance import most_tokens
 from burst_attention.testing import WorkerPool
 from tests.support.training import config_of
-
-from .test_train_families import folder_of
 
 BATCH = 8  # of short sequences: memory without the attention's time
 SIZES = {"vocab_size": 258, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
@@ -109,21 +107,31 @@ def most_of_tensors(config):
         return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])
 
 
-def predicted(model, length, world, engine="burst", batch=BATCH, how=None, **flags):
-    parts = training_memory(
-        AutoConfig.from_pretrained(model),
-        engine=choose(engine, strategy=Strategy(**(how or {}))),
-        seq_len=length,
-        world=world,
-        batch=batch,
-        dtype=torch.float32,
+def parts_of(config, length, world, batch=1, strategy="auto", dtype="fp32", optim=None, **flags):
+    packing = {"packing": "balanced"} if strategy == "balanced" else {}
+    asked = TrainConfig(
+        data=DataConfig(seq_len=length, pack="documents" if packing else "none"),
+        model=ModelConfig(dtype=dtype),
+        parallel=ParallelConfig(strategy="ulysses_degree=1" if packing else strategy, device="cpu", **packing),
+        optim=OptimConfig(batch=batch, **(optim or {})),
         memory=MemoryConfig(**flags),
     )
-    return sum(parts.values())
+    return predict_memory(asked, config, world)
 
 
-def config_for(corpus, model, out, length, engine="burst", batch=BATCH, **flags):
-    shared = {"pack": "none", "batch": batch, "held_out": 0.0, "model": model, "tokenizer": "bytes", "engine": engine}
+def predicted(model, length, world, batch=BATCH, **flags):
+    return sum(parts_of(AutoConfig.from_pretrained(model), length, world, batch, **flags).values())
+
+
+def config_for(corpus, model, out, length, strategy="auto", batch=BATCH, **flags):
+    shared = {
+        "pack": "none",
+        "batch": batch,
+        "held_out": 0.0,
+        "model": model,
+        "tokenizer": "bytes",
+        "strategy": strategy,
+    }
     return config_of(corpus, out, seq_len=length, **shared, **flags)
 
 
@@ -146,10 +154,10 @@ def hold(config, expected, world):
 @pytest.mark.long
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path, world, remat):
     """Heads stay whole: rates decide whether they are split, and a prediction doesn't know measured ones."""
-    length, whole = 250 * world, {"ulysses_degree": 1}
+    length, whole = 250 * world, {"strategy": "ulysses_degree=1"}
     config = config_for(corpus, model, tmp_path, length, remat=remat, **whole)
     most = max(pools(world).run(most_of_tensors, config))
-    assert most == pytest.approx(predicted(model, length, world, how=whole, remat=remat), rel=0.1)
+    assert most == pytest.approx(predicted(model, length, world, remat=remat, **whole), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +171,11 @@ def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path
 def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat, kv_heads):
     """With head groups, the slice replaces q, k and v; under keep-attention it adds to the layer's input and out."""
     sizes = SIZES | {"intermediate_size": 128, "num_key_value_heads": kv_heads}
-    folder, cut = tmp_path / "model", {"ulysses_degree": 2}
+    folder, cut = tmp_path / "model", {"strategy": "ulysses_degree=2"}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     config = config_for(corpus, str(folder), tmp_path / "out", 500, remat=remat, **cut)
     most = max(pools(2).run(most_of_tensors, config))
-    expected = predicted(str(folder), 500, 2, how=cut, remat=remat)
+    expected = predicted(str(folder), 500, 2, remat=remat, **cut)
     assert most == pytest.approx(expected, rel=0.1)
 
 
@@ -188,32 +196,13 @@ def tailed(tmp_path_factory):
 @pytest.mark.long
 def test_the_fullest_rank_of_a_balanced_row_is_predicted(pools, tailed, model, tmp_path, world, remat):
     """No step may need more than the prediction, which is for a rank that is as full as the layout allows."""
-    length, whole = 125 * world, {"ulysses_degree": 1}
+    length, whole = 125 * world, {"strategy": "ulysses_degree=1"}
     shared = {"held_out": 0.0, "model": model, "tokenizer": "bytes", "remat": remat, "seq_len": length}
     config = config_of(tailed, tmp_path, **shared, **whole, packing="balanced", batch=BATCH)
-    row, how = BATCH * length, {"layout": "balanced", **whole}
-    expected = predicted(model, row, world, batch=1, how=how, remat=remat)
+    expected = predicted(model, length, world, strategy="balanced", remat=remat)
     most = max(pools(world).run(most_of_tensors, config))
     print(f"{expected / 2**20:.1f} MiB predicted, {most / expected:.3f} of it allocated")
     assert most == pytest.approx(expected, rel=0.1)
-
-
-def test_a_balanced_row_counts_as_full_as_it_may_be(model):
-    row, world, whole = 8192, 4, {"ulysses_degree": 1}
-    balanced, even = (
-        predicted(model, row, world, batch=1, how=whole | {"layout": name}) for name in ("balanced", "zigzag")
-    )
-    assert balanced == predicted(model, world * most_tokens(row, world), world, batch=1, how=whole) > 1.02 * even
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow)])
-@pytest.mark.long
-def test_a_hybrids_tensors_are_as_predicted(corpus, pools, tmp_path, model_type):
-    folder = folder_of(model_type, tmp_path / "model", max_position_embeddings=500)
-    most = max(pools(2).run(most_of_tensors, config_for(corpus, folder, tmp_path / "out", 500, remat="layer")))
-    expected = predicted(folder, 500, 2, remat="layer")
-    print(f"{model_type}: {expected:,} bytes predicted, {most:,} allocated")
-    assert most == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.slow
@@ -268,24 +257,40 @@ def test_every_architecture_is_predicted(kind):
     config = kind(**SIZES | {"max_position_embeddings": 4096})
     if kind is MistralConfig:
         config.sliding_window = 700
-    expected = {
-        dtype: training_memory(config, engine=choose("burst"), seq_len=4096, world=3, dtype=dtype, accumulate=n)
-        for n, dtype in ((1, torch.float32), (2, torch.bfloat16))
-    }
-    for dtype, parts in expected.items():
-        assert tuple(parts) == PARTS and min(parts.values()) >= 0, dtype
-    assert sum(expected[torch.bfloat16].values()) < 0.75 * sum(expected[torch.float32].values())
-    assert expected[torch.bfloat16]["gradients"] == expected[torch.bfloat16]["weights"], (
-        "kept from micro-step to micro-step"
-    )
-    assert training_memory(config, engine=choose("ulysses"), seq_len=4096, world=2, dtype=torch.float32) is None
+    single, half = parts_of(config, 4096, 3), parts_of(config, 4096, 3, dtype="bf16", optim={"accumulate": 2})
+    for parts in (single, half):
+        assert tuple(parts) == PARTS and min(parts.values()) >= 0
+    assert sum(half.values()) < 0.75 * sum(single.values())
+    assert half["gradients"] == half["weights"], "kept from micro-step to micro-step"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (Qwen3Config, {"remat": "keep-attention"}),
+        (Qwen2Config, {"remat": "none"}),
+        (MistralConfig, {"remat": "layer", "mlp_chunks": 4}),
+        (LlamaConfig, {"remat": "none", "vocab_size": 4096}),
+    ],
+)
+@pytest.mark.long
+def test_the_tensors_of_every_family_are_as_predicted(pools, corpus, tmp_path, kind, more):
+    folder, flags = tmp_path / "model", {name: value for name, value in more.items() if name != "vocab_size"}
+    config = kind(**SIZES | {"head_dim": 32} | {name: more[name] for name in more if name == "vocab_size"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    asked = config_for(corpus, str(folder), tmp_path / "out", 500, strategy="ulysses_degree=1", **flags)
+    most = max(pools(2).run(most_of_tensors, asked))
+    assert most == pytest.approx(predicted(str(folder), 500, 2, strategy="ulysses_degree=1", **flags), rel=0.1)
+
+
+def test_what_no_formula_gives_is_not_predicted():
+    config = LlamaConfig(**SIZES)
+    assert parts_of(config, 64, 2, dtype="fp64") is None and parts_of(config, 64, 1, strategy="single") is None
+    assert parts_of(Gemma2Config(**SIZES), 64, 2) is None
 
 
 def test_weights_count_once_however_many_tokens():
-    few, many = (
-        training_memory(LlamaConfig(**SIZES), engine=choose("ring"), seq_len=n, world=2, dtype=torch.float32)
-        for n in (4096, 8192)
-    )
+    few, many = (parts_of(LlamaConfig(**SIZES), n, 2) for n in (4096, 8192))
     assert few["weights"] == many["weights"] > 0 and few["AdamW"] == 2 * few["weights"]
     assert many["activations"] == pytest.approx(2 * few["activations"], rel=0.1)
 
@@ -293,6 +298,5 @@ def test_weights_count_once_however_many_tokens():
 @pytest.mark.long
 def test_whole_gradients_are_there_for_one_layer_at_a_time():
     """Use many layers and few tokens, so that there are fewer whole gradients than weights."""
-    config = LlamaConfig(**SIZES | {"num_hidden_layers": 40})
-    parts = training_memory(config, engine=choose("burst"), seq_len=64, world=8, dtype=torch.float32)
+    parts = parts_of(LlamaConfig(**SIZES | {"num_hidden_layers": 40}), 64, 8)
     assert sum(parts.values()) < 8 * parts["weights"]

@@ -82,7 +82,7 @@ def test_the_rank_and_the_layer_where_a_number_was_lost_are_named_alike_on_all_r
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [{"remat": "layer", "mlp_chunks": 3}, {"engine": "tensor-sequence", "seq_len": 64}])
+@pytest.mark.parametrize("more", [{"remat": "layer", "mlp_chunks": 3}, {"strategy": "tensor-sequence", "seq_len": 64}])
 def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, more):
     config = config_of(corpus, tmp_path / "run", **more)
     reported = pools(2).run(train_spoilt, config, "model.layers.1.post_attention_layernorm", [1], 1)

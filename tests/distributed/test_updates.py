@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from burst_train.data.sequences import open_sequences
-from burst_train.engines.parameters import SumByRank
+from burst_train.parallel.parameters import SumByRank
 from burst_train.step.loop import Trainer
 from burst_train.step.model import model_config
 from transformers import AutoModelForCausalLM

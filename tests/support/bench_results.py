@@ -16,7 +16,7 @@ TIMELINE = tuple(
 )
 
 
-def right(engine: str, seq_len: int, **own: Any) -> Row:
+def right(strategy: str, seq_len: int, **own: Any) -> Row:
     """A row that passed its check."""
     seconds = seq_len / 1e4
     figures: dict[str, Any] = {
@@ -30,15 +30,15 @@ def right(engine: str, seq_len: int, **own: Any) -> Row:
         "error": 1e-6,
         "bound": 1e-5,
     }
-    return Row(engine=engine, seq_len=seq_len, **figures | own)
+    return Row(strategy=strategy, seq_len=seq_len, **figures | own)
 
 
 WRONG = right("tensor", 4096, error=0.25, bound=1e-5, seconds=(7.77,), bytes_counted=777e6, timeline=TIMELINE)
-REFUSED = Row(engine="ulysses", seq_len=4096, world=2, refused="needs Hkv >= world: 1 < 2 </script>")
-BARE = Row(engine="bare", seq_len=4096, world=2, error=0.0, bound=1e-5)
+REFUSED = Row(strategy="ulysses", seq_len=4096, world=2, refused="needs Hkv >= world: 1 < 2 </script>")
+BARE = Row(strategy="bare", seq_len=4096, world=2, error=0.0, bound=1e-5)
 RESULTS = Results(
     task="train",
-    command="burst bench train --engine burst && echo <done>",
+    command="burst bench train --strategy burst && echo <done>",
     date="2026-03-01T12:00:00+00:00",
     machine="2 cores, <fast>",
     setting={"heads": 8, "dtype": "bfloat16"},

@@ -15,10 +15,9 @@ from unittest import mock
 
 import peft
 import torch
-from burst_train import engines
+from burst_train import parallel
 from burst_train.data.corpus import open_corpus
-from burst_train.engines.ulysses import ulysses_attention
-from burst_train.engines.whole import whole_attention
+from burst_train.parallel.whole import whole_attention
 from burst_train.run.lock import claimed
 from torch import nn
 from torch.autograd import forward_ad
@@ -78,7 +77,7 @@ PLAN: Cases = [
     ),
     ("make_plan(8, call=CallShape(remat='all'))", "ValueError: remat='all' is unknown; choose one of none, layer,"),
     ("make_plan(8, call=CallShape(attention_chunks=0))", "ValueError: attention_chunks=0 must be at least 1"),
-    ("make_plan(8, strategy='burst')", "ValueError: strategy='burst' is unknown; choose one of auto,"),
+    ("make_plan(8, strategy='turbo')", "ValueError: strategy='turbo' is unknown; choose one of auto,"),
     (
         "make_plan(8, strategy=Strategy(layout='balanced-per-document'))",
         "ValueError: layout='balanced-per-document' is not allowed: balanced always follows the",
@@ -327,24 +326,19 @@ COMPAT: Cases = [
         "ValueError: ulysses_degree=2 is not supported with ring_impl_type=zigzag; pass",
     ),
 ]
-ENGINES: Cases = [
-    ("engines.choose('turbo')", "ValueError: engine 'turbo' is unknown; choose one of burst, ring, ulysses, usp,"),
+PARALLEL: Cases = [
+    ("parallel.choose('turbo')", "ValueError: strategy='turbo' is unknown; choose one of auto, burst, ring,"),
     (
-        "engines.choose('ulysses', strategy=Strategy(layout='zigzag'))",
-        "ValueError: --layout zigzag is not for --engine ulysses; leave it out or give",
+        "parallel.choose('usp:4').check(heads, 64, 6)",
+        "ValueError: --strategy usp:4 has the Ulysses degree 4, which must divide the 6 ranks, and divide the 2",
     ),
-    ("engines.choose('usp', strategy=Strategy(layout='striped'))", "ValueError: --layout striped is not for"),
     (
-        "engines.choose('usp', strategy=Strategy(ulysses_degree=4)).check(heads, 64, 6)",
-        "ValueError: --engine usp with --ulysses-degree 4: it must divide the 6 ranks and the 2",
+        "parallel.choose('tensor').check(heads, 64, 4)",
+        "ValueError: --strategy tensor shares 6 query heads equally, but",
     ),
-    ("engines.choose('tensor', strategy=Strategy(route='ring'))", "ValueError: --route ring is not for --engine"),
-    ("engines.choose('ulysses').check(heads, 64, 4)", "ValueError: --engine ulysses gives each rank whole heads,"),
-    ("engines.choose('tensor').check(heads, 64, 4)", "ValueError: --engine tensor shares 6 query heads equally, but"),
-    ("engines.choose('tensor-sequence').check(heads, 63, 2)", "ValueError: --engine tensor-sequence shares 63"),
-    ("engines.choose('single').check(heads, 64, 2)", "ValueError: --engine single runs each sequence on one rank,"),
+    ("parallel.choose('tensor-sequence').check(heads, 63, 2)", "ValueError: --strategy tensor-sequence shares 63"),
+    ("parallel.choose('single').check(heads, 64, 2)", "ValueError: --strategy single runs each sequence on one rank,"),
     ("whole_attention(q, k, v, plan)", "ValueError: plan shards the sequence over 2 ranks; whole_attention needs a"),
-    ("ulysses_attention(q, k, v, plan)", "ValueError: ulysses_attention needs a plan with layout='contiguous', not"),
 ]
 COMMANDS: Cases = [
     ("burst plan --seq-len 0 --ranks 2", "exit status 2: --seq-len 0 must be at least 2"),
@@ -357,7 +351,7 @@ COMMANDS: Cases = [
         "exit status 2: --window 5 needs a causal mask; leave --no-causal out",
     ),
     ("burst plan --seq-len 64 --ranks 2 --device-memory nan", "exit status 2: --device-memory nan must be a number"),
-    ("burst plan --seq-len 64 --ranks 2 --model llama-9", "exit status 2: --model 'llama-9' is not a known name"),
+    ("burst plan --seq-len 64 --ranks 2 --model llama-9", "exit status 2: --model 'llama-9' is not a preset"),
     ("burst plan --seq-len 64 --ranks 2 --hardware h100", "exit status 2: --hardware h100: rates='h100' is no"),
     ("burst plan --seq-len 1M --ranks 521", "exit status 2: --ranks 521 can't be predicted: above 256 ranks, a"),
     ("burst plan --seq-len 1M --ranks 512 --window 400000", "exit status 2: --window 400000 is more than half of"),
@@ -370,29 +364,28 @@ COMMANDS: Cases = [
     ("burst train --ranks 3 --data-parallel 2", "exit status 2: --data-parallel 2 must divide the number of ranks,"),
     ("burst train --ranks 4 --seq-len 3", "exit status 2: --seq-len 3 is shorter than the 4 ranks that share a"),
     (
-        "burst train --remat keep-attention --engine ulysses",
+        "burst train --remat keep-attention --strategy tensor",
         "exit status 2: --remat keep-attention works only with",
     ),
     ("burst train --offload host", "exit status 2: --offload host moves the layer inputs that --remat layer or"),
     ("burst train --offload activations --remat layer", "exit status 2: --offload 'activations' was renamed; use"),
-    ("burst train --attention-chunks 2 --engine ulysses", "exit status 2: --attention-chunks 2 works only with"),
+    ("burst train --attention-chunks 2 --strategy tensor", "exit status 2: --attention-chunks 2 is not for --strategy"),
     ("burst train --attention-chunks 2 --remat keep-attention", "exit status 2: --attention-chunks 2 can't keep the"),
     ("burst train --optimizer-offload --device cpu", "exit status 2: --optimizer-offload is for GPUs; with --device"),
-    ("burst train --compile --engine tensor", "exit status 2: --compile is not for --engine tensor; leave it out,"),
+    ("burst train --compile --strategy tensor", "exit status 2: --compile is not for --strategy tensor; leave one"),
     (
         "burst train --max-positions 15 --seq-len 16 --data tiny.txt --out fresh",
         "exit status 2: --max-positions 15 is less than --seq-len 16; raise it to at least that",
     ),
     ("burst train --batch 2", "exit status 2: --batch 2 needs --pack none or --packing balanced, because packed"),
     ("burst train --packing balanced", "exit status 2: --batch 1 leaves --packing balanced one sequence; give the"),
-    ("burst train --packing balanced --batch 2 --engine ring", "exit status 2: --engine ring has no layout"),
-    ("burst train --packing balanced --batch 2 --layout zigzag", "exit status 2: --layout zigzag is not the layout"),
+    ("burst train --packing balanced --batch 2 --strategy ring", "exit status 2: --strategy ring has no layout"),
     (
         "burst train --packing balanced --batch 2 --ranks 2 --data-parallel 2",
         "exit status 2: --data-parallel 2 splits the ranks, but --packing balanced shares a batch",
     ),
     ("burst plan --packing balanced --seq-len 64 --ranks 2", "exit status 2: --batch 1 leaves --packing balanced"),
-    ("burst train --ranks 2 --engine single", "exit status 2: --engine single runs each sequence on one rank, not"),
+    ("burst train --ranks 2 --strategy single", "exit status 2: --strategy single runs each sequence on one rank, not"),
     ("burst train --data-parallel 2 --global-batch 3", "exit status 2: --global-batch 3 must be a multiple of 2,"),
     ("burst train --global-batch 4 --accumulate 3", "exit status 2: --global-batch 4 is not --data-parallel 1 x"),
     ("burst train --save-every 0", "exit status 2: --save-every '0' must be steps, as in 500, or minutes, as in 30m"),
@@ -442,7 +435,7 @@ def attention_names(group: Any) -> dict[str, Any]:
     hidden, weight = torch.randn(1, plan.length, 4), torch.randn(11, 4)
     labels = torch.zeros(1, plan.length, dtype=torch.int64)
     shifted = plan.shard_labels(torch.zeros(1, 8, dtype=torch.int64))
-    heads = engines.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
+    heads = parallel.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
     meta = torch.device("meta")
     return COMMON | locals()
 
@@ -591,9 +584,9 @@ COMMON = {
         unjoined,
     )
 }
-COMMON |= {each.__name__: each for each in (whole_attention, ulysses_attention, grad, token_log_probs)}
+COMMON |= {each.__name__: each for each in (whole_attention, grad, token_log_probs)}
 COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}
-COMMON |= {"torch": torch, "pickle": pickle, "engines": engines, "kernels": kernels, "hf": hf}
+COMMON |= {"torch": torch, "pickle": pickle, "parallel": parallel, "kernels": kernels, "hf": hf}
 # area: (cases, a function that returns the names they use, ranks)
 AREAS = {
     "The attention call": (CALL, attention_names, 1),
@@ -605,7 +598,7 @@ AREAS = {
     "Models": (MODELS, model_names, 2),
     "Other packages' names": (COMPAT, compat_names, 2),
     "Kernels": (KERNELS, attention_names, 1),
-    "Engines": (ENGINES, attention_names, 2),
+    "How ranks share a model": (PARALLEL, attention_names, 2),
     "Commands and their flags": (COMMANDS, file_names, 1),
     "Data": (DATA, file_names, 1),
     "The output folder": (OUT, file_names, 1),

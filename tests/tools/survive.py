@@ -190,7 +190,7 @@ def survive(points: int, seed: int, worlds: Sequence[int]) -> int:
         (folder / "corpus").mkdir()
         corpus = write_corpus(folder / "corpus")
         changes = {"steps": STEPS, "save_every": "2", "eval_every": 3, "timeout": TIMEOUT, "global_batch": 2}
-        changes |= {"layout": "zigzag", "ulysses_degree": 1}  # rates that each run measures may choose otherwise
+        changes |= {"strategy": "layout=zigzag,ulysses_degree=1"}  # rates that each run measures may choose otherwise
         whole = {world: Run(config_of(corpus, folder / f"whole-{world}", **changes), world) for world in worlds}
         seconds = {world: run.finish() for world, run in whole.items()}
         for number in itertools.count():

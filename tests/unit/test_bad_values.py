@@ -45,8 +45,8 @@ TABLE = {
         ranks: 0 | -1 | HUGE ; out: '' | theirs | text.txt/rates.toml ; timeout: 0 | nan | inf
     """,
     "bench": """
-        engines: - | burst burst | '' | größer
-        engines: burst:ulysses_degree=0 | burst:cache_qkv=perhaps | ring:ulysses_degree=2
+        strategies: - | burst burst | '' | größer
+        strategies: usp:0 | cache_qkv=perhaps | layout=around
         seq-lens: - | 0 | 64 64 | HUGE ; worlds: - | 0 | 2 2 | HUGE ; rounds: 0 | HUGE ; layers: -1 | HUGE
         heads: 0 | HUGE ; kv-heads: 0 ; head-dim: 0 | HUGE ; vocabulary: 0 | HUGE
         out: '' | text.txt | theirs | /sys/out
@@ -55,7 +55,7 @@ TABLE = {
         link: - | '' | nan | none none | -5mbit ; cluster: '' | 0x1 | 2xHUGE | 2x2000
     """,
     "eval": """
-        engines: - | burst burst | größer ; model: '' | theirs | text.txt ; data: '' | nowhere | SURROGATE
+        strategies: - | burst burst | größer ; model: '' | theirs | text.txt ; data: '' | nowhere | SURROGATE
         tokenizer: '' | theirs ; seq-len: 1 | HUGE ; sequences: 0 | HUGE ; held-out: 0 | 1.5 | nan | inf
         ranks: 0 | HUGE ; seed: -1 | HUGE ; timeout: 0 | nan | inf
         json: '' | theirs | text.txt | text.txt --overwrite | theirs/no/x.json | /sys/x.json
@@ -67,11 +67,11 @@ TABLE = {
         resume: theirs/no ; out: '' | theirs | text.txt | . | SURROGATE ; config: '' | theirs | text.txt
         model: '' | theirs | größer/größer ; data: '' | theirs/no ; tokenizer: '' | theirs ; seq-len: 1 | -5 | HUGE
         max-positions: 1 | 15 | HUGE ; lora: 0 | HUGE ; mlp-chunks: 0 | HUGE
-        remat: keep-attention --engine ulysses | some
+        remat: keep-attention --strategy tensor | some
         offload: host | host --remat layer | activations --remat layer | disk:/x | disk: | all | ''
-        attention-chunks: 0 | HUGE | 2 --engine ulysses | 2 --remat keep-attention ; optimizer-offload: -
-        compile: --engine tensor ; held-out: -1 | 1 | nan ; held-out-sequences: 0 | HUGE ; ranks: 0 | HUGE
-        data-parallel: 0 | HUGE ; ulysses-degree: 0 | 3 | HUGE | 3 --engine usp | 2 --engine ring
+        attention-chunks: 0 | HUGE | 2 --strategy tensor | 2 --remat keep-attention ; optimizer-offload: -
+        compile: --strategy tensor ; held-out: -1 | 1 | nan ; held-out-sequences: 0 | HUGE ; ranks: 0 | HUGE
+        data-parallel: 0 | HUGE ; strategy: '' | usp:0 | usp:3 | ulysses_degree=0 | layout=around | größer
         timeout: 0 | inf ; peak-tflops: 0 | nan | inf ; lr: 0 | nan | 1e-400
         min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | HUGE ; weight-decay: -1 | inf
         beta1: 1 | -1 ; beta2: nan ; eps: 0 | inf ; clip: -1 | nan ; batch: 0 | HUGE

@@ -53,6 +53,6 @@ def test_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     said = capsys.readouterr().err
     assert said.startswith("burst bench: not installed: pip install 'burst-attention[bench]'") and said.count("\n") == 1
     assert cli.main(["--help"]) == 0
-    assert "\n  bench      compare engines" in capsys.readouterr().out
+    assert "\n  bench      compare strategies" in capsys.readouterr().out
     assert cli.main(["bnech"]) == 2
     assert "unknown command 'bnech'" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from burst_train.data.sequences import TokenSequence
-from burst_train.engines import Heads
 from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
+from burst_train.parallel import Heads
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from burst_train.engines import choose
-from burst_train.engines.contract import Heads
-from burst_train.engines.ulysses import ulysses_sent
 from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_train.forecast import buffers as buffers_module
-from burst_train.forecast import collectives
+from burst_train.forecast.attention import (
+    AttentionStrategy,
+    Exchange,
+    Pass,
+    Workload,
+    _Line,
+    chosen,
+    gather,
+    predict_call,
+    tensor,
+)
 from burst_train.forecast.buffers import buffers, token_bytes
-from burst_train.forecast.calls import AttentionStrategy, Workload, chosen, predict_call
-from burst_train.forecast.candidates import MAKERS
-from burst_train.forecast.footprint import training_memory
-from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
+from burst_train.forecast.forecast import GRAIN, PredictedStep, candidate, forecast_of, forecasts, recommended
 from burst_train.forecast.machines import Device
-from burst_train.forecast.models import MODELS, Model
-from burst_train.forecast.named import model_of
+from burst_train.forecast.memory import Step
+from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
-from burst_train.forecast.step_memory import OVERLAPPING, PARTS, Step
-from burst_train.forecast.timeline import Bar, _bars, drawn, picture
-from burst_train.memory import MemoryConfig
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from burst_train.parallel import Heads, choose
+from burst_train.presets import PRESETS
 
 from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
 from burst_attention.attention.batch import Plans
@@ -142,24 +142,6 @@ def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkey
     assert buffers(way, asked, dtype) == pytest.approx(max(whole), rel=close)
 
 
-TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
-TINY |= {"num_attention_heads": 8, "num_key_value_heads": 2}
-
-
-def read(config: Any, folder: Any) -> Model:
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    return model_of(str(folder))
-
-
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig])
-def test_parameters_are_those_of_the_model_itself(kind: Any, tmp_path: Any) -> None:
-    for tied in (False, True):
-        config = kind(**TINY, head_dim=16, tie_word_embeddings=tied)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config)
-        assert read(config, tmp_path).size == sum(p.numel() for p in whole.parameters())
-
-
 def test_models_by_name_are_as_large_as_they_were_published() -> None:
     billions = {
         "llama-3-8b": 8.03,
@@ -169,162 +151,77 @@ def test_models_by_name_are_as_large_as_they_were_published() -> None:
         "llama-2-70b": 68.98,
     }
     billions |= {"mistral-7b": 7.25, "qwen-2.5-7b": 7.62, "qwen-2.5-72b": 72.71, "qwen-3-8b": 8.19}
-    assert {name: round(model.size / 1e9, 2) for name, model in MODELS.items()} == billions
+    assert {name: round(model_of(name).size / 1e9, 2) for name in PRESETS if name != "tiny"} == billions
 
 
-def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_path: Any) -> None:
-    """With few tokens and a large vocabulary, logits and the head's gradients take the most memory."""
-    for vocabulary, tokens in ((8192, 1024), (16384, 2048)):
-        config = LlamaConfig(**TINY | {"vocab_size": vocabulary}, head_dim=16)
-        sizes = {"dtype": torch.bfloat16, "memory": MemoryConfig(remat="layer")}
-        true = training_memory(config, engine=choose("ring"), seq_len=tokens, world=1, **sizes)
-        step = Step(model=read(config, tmp_path), tokens=tokens, batch=1, world=1, io=2, buffers=0, remat="layer")
-        assert true is not None and step.parts()["loss"] == pytest.approx(true["loss"], rel=0.03) and true["loss"]
-        assert step.total == pytest.approx(sum(true.values()), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "world", "tokens", "chunks", "remat"),
-    [
-        (LlamaConfig, torch.bfloat16, 4, 2048, 1, "none"),
-        (LlamaConfig, torch.bfloat16, 1, 2048, 4, "layer"),
-        (LlamaConfig, torch.float32, 4, 2048, 2, "keep-attention"),
-        (Qwen3Config, torch.bfloat16, 4, 64, 1, "keep-attention"),
-        (Qwen3Config, torch.bfloat16, 4, 64, 1, "layer"),
-        (Qwen2Config, torch.float32, 2, 96, 1, "none"),
-    ],
-)
-@pytest.mark.long
-def test_memory_is_what_the_model_itself_shows(
-    kind: Any, dtype: torch.dtype, world: int, tokens: int, chunks: int, remat: Any, tmp_path: Any
-) -> None:
-    config, seq_len = kind(**TINY, head_dim=16), world * tokens
-    memory = MemoryConfig(remat=remat, mlp_chunks=chunks)
-    true = training_memory(config, engine=choose("ring"), seq_len=seq_len, world=world, dtype=dtype, memory=memory)
-    assert true is not None
-    shape = shape_of(dtype, batch=1, q_heads=8, kv_heads=2, head_dim=16)
-    held = buffers(WAYS[1], setting(world, tokens, shape=shape), dtype)
-    model = read(config, tmp_path)
-    step = Step(
-        model=model,
-        tokens=tokens,
-        batch=1,
-        world=world,
-        io=dtype.itemsize,
-        buffers=held,
-        remat=remat,
-        mlp_chunks=chunks,
-    )
-    parts = step.parts()
-    assert tuple(parts) == PARTS
-    assert step.total == pytest.approx(sum(true.values()), rel=0.03)
-    for name in ("weights", "AdamW"):
-        assert parts[name] == pytest.approx(true[name], rel=0.1 if parts["gathered"] == 0 else 0)
-    if parts["gathered"] and true["gathered"]:
-        assert parts["gathered"] == true["gathered"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "chunks", "heads", "offload"),
-    [(LlamaConfig, 4, 8, 2, "none"), (Qwen3Config, 4, 8, 4, "disk:/x"), (LlamaConfig, 4, 8, 1, "host")],
-)
-@pytest.mark.long
-def test_memory_of_chunks_and_offload_is_what_the_model_shows(
-    kind: Any, world: int, chunks: int, heads: int, offload: str, tmp_path: Any
-) -> None:
-    config, tokens, dtype = kind(**TINY | {"num_hidden_layers": 5}, head_dim=16), 8192, torch.bfloat16
-    optimizer: Any = "adamw-8bit" if heads == 1 else "adamw"
-    chunked: Any = {"remat": "layer", "mlp_chunks": chunks, "attention_chunks": heads}
-    memory, ring = MemoryConfig(**chunked, offload=offload, optimizer=optimizer), choose("ring")
-    true = training_memory(config, engine=ring, seq_len=world * tokens, world=world, dtype=dtype, memory=memory)
-    shape = shape_of(dtype, batch=1, q_heads=8 // heads, kv_heads=max(1, 2 // heads), head_dim=16)
-    held = buffers(WAYS[1], setting(world, tokens, shape=shape), dtype, calls=min(heads, OVERLAPPING))
-    flags = chunked | {"offload": offload != "none", "low_bit": optimizer == "adamw-8bit"}
-    step = Step(model=read(config, tmp_path), tokens=tokens, batch=1, world=world, io=2, buffers=held, **flags)
-    assert true is not None and step.total == pytest.approx(sum(true.values()), rel=0.04)
-    assert step.parts()["AdamW"] == true["AdamW"]
-
-
-def test_what_other_engines_send_is_what_they_count() -> None:
-    asked = setting(4, 64, shape=SHAPE)
+def test_tensor_parallelism_sends_what_it_counts() -> None:
+    asked, cut = setting(4, 64, shape=SHAPE), choose("tensor-sequence")
     heads = Heads(q_heads=8, kv_heads=4, head_dim=16, hidden=128, intermediate=512)
-    sizes = {"batch": 2, "dtype": torch.bfloat16}
 
-    def sent(group: Any) -> tuple[Any, ...]:
-        whole, cut = (choose(name) for name in ("ulysses", "tensor-sequence"))
-        plan = whole.plan(asked.seq_len, group=group)
-        meshes = [choose("usp", strategy=Strategy(ulysses_degree=n)) for n in (1, 2, 4)]
-        of_meshes = [each.sent([each.plan(asked.seq_len, group=group)], heads, **sizes) for each in meshes]
-        return ulysses_sent(plan, heads, 2, torch.bfloat16), cut.sent([plan], heads, **sizes), *of_meshes
+    def sent(group: Any) -> tuple[int, int]:
+        return cut.sent([cut.plan(asked.seq_len, group=group)], heads, batch=2, dtype=torch.bfloat16)
 
     with local_world(4) as world:
-        counted = np.mean(world.run(sent), axis=0)  # a ring's ranks differ
-    calls = [collectives.ulysses(asked), collectives.tensor(asked, 128)]
-    calls += [collectives.usp(asked, n) for n in (1, 2, 4)]
-    for call, (forward, backward) in zip(calls, counted, strict=True):
-        assert call.forward.inside + call.forward.across == pytest.approx(forward, rel=1e-12)
-        assert call.backward.inside + call.backward.across == pytest.approx(backward, rel=1e-12)
-    assert all(call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across for call in calls[:2])
-    uncut, mesh, whole = calls[2:]
-    assert uncut == predict_call(collectives.RING, asked)  # a neighbour alone exchanges nothing
-    assert whole.forward.inside == calls[0].forward.inside
-    assert whole.forward.seconds == pytest.approx(calls[0].forward.seconds, rel=1e-6)  # another layout's borders
-    # On two nodes of two ranks each neighbours share a node, and the ring of two is all that crosses.
-    ring = predict_call(collectives.RING, collectives.ring_of(asked, 2))
-    assert (ring.forward.inside, ring.forward.across) == (0, mesh.forward.across)
-    assert mesh.backward.exposed > ring.backward.exposed
+        counted = np.mean(world.run(sent), axis=0)
+    call = tensor(asked, 128)
+    for one, count in zip((call.forward, call.backward), counted, strict=True):
+        assert one.inside + one.across == pytest.approx(count, rel=1e-12)
+        assert one.exposed > 0 and one.inside * 3 >= one.across
 
 
-def test_rings_that_share_a_port_or_cores_have_a_part_of_them() -> None:
-    shared = replace(H100, across=replace(H100.across, shared=True), overhead=replace(H100.overhead, at_once=4.0))
-    own, part = (collectives.ring_of(replace(setting(16, per_node=4), rates=rates), 8) for rates in (H100, shared))
-    assert part.rates.across.bytes_per_second == own.rates.across.bytes_per_second / 4  # of a node's four ranks
-    assert part.rates.inside == own.rates.inside and part.rates.overhead.at_once == 0.5
-    assert (part.world, part.per_node, part.shape.q_heads) == (2, 1, SHAPE.q_heads // 8)
-    # 8 neighbours on two nodes: a port carries what all four ranks of its node send to the other.
-    near, far = (replace(link, latency=0.0) for link in (H100.inside, H100.across))
-    both = (replace(H100, inside=near, across=replace(far, shared=shared)) for shared in (False, True))
-    settings = [replace(setting(8, 4096, per_node=4), rates=rates) for rates in both]
-    one, all_of_them = (collectives.usp(each, 8).forward for each in settings)
-    assert one.computing == all_of_them.computing
-    assert all_of_them.exposed == pytest.approx(4 * one.exposed)
+def test_no_wait_is_less_than_nothing() -> None:
+    """Where less and less is exposed, a line goes on below zero."""
+    line, sent = _Line(WAYS[0], (8, 16), 64), {"inside": 0.0, "across": 0.0, "busiest": (0.0, 0.0)}
+    few, many = (Pass(seconds=seconds, computing=1.0, **sent) for seconds in (1.5, 1.1))
+    assert line.extended(few, many).exposed == pytest.approx(0.1)
+    for way in WAYS:
+        if way.route == "direct":
+            call = predict_call(way, setting(32, 64, per_node=2), most=16)
+            assert call.standing is not None and min(call.forward.exposed, call.backward.exposed) >= 0
 
 
-def test_many_ranks_of_a_mesh_are_extrapolated_from_fewer() -> None:
-    call = collectives.usp(setting(128, 256, shape=replace(SHAPE, q_heads=8), per_node=4), 2)
-    assert call.standing == (32, 64)  # of all ranks, in 16 and 32 of each ring
+@pytest.mark.parametrize("world", [3, 7, 48])
+def test_weights_of_a_world_that_divides_no_width_are_those_of_the_fullest_rank(world: int) -> None:
+    model = model_of("llama-3-8b")
+    step = Step(model=model, tokens=64, batch=1, world=world, io=2, buffers=0)
+    matrices = [*model.outside, *model.inside]
+    shards = [torch.empty(rows, columns, device="meta").chunk(world)[0] for rows, columns in matrices]
+    assert step.weights == 4 * sum(shard.numel() for shard in shards)
 
 
 def test_a_gather_is_the_busier_link_s() -> None:
     rates = replace(H100, inside=replace(H100.inside, latency=0.0), across=replace(H100.across, latency=0.0))
-    within, between = (collectives.gather(8e9, 16, node, rates) for node in (16, 8))
+    within, between = (gather(8e9, 16, node, rates) for node in (16, 8))
     assert within.inside == pytest.approx(7.5e9) and within.across == 0
     assert within.seconds == pytest.approx(7.5e9 / rates.inside.bytes_per_second)
     assert between.inside + between.across == pytest.approx(7.5e9) and between.across == pytest.approx(7.5e9 / 8)
     assert between.seconds == pytest.approx(7.5e9 / 8 / rates.across.bytes_per_second)
     shared = replace(rates, across=replace(rates.across, shared=True))
-    assert collectives.gather(8e9, 16, 8, shared).seconds == pytest.approx(8 * between.seconds)
-    assert collectives.gather(8e9, 1, 8, rates) == collectives.Exchange()
+    assert gather(8e9, 16, 8, shared).seconds == pytest.approx(8 * between.seconds)
+    assert gather(8e9, 1, 8, rates) == Exchange()
+
+
+SPLIT = "route=direct,ulysses_degree=16"
 
 
 def make_request(**more: Any) -> ForecastRequest:
     device = Device(peak=1e15, memory=more.pop("memory", 80e9))
     cluster = Cluster(ranks=more.pop("ranks", 8), per_node=8, rates=H100, device=device)
-    model = MODELS["llama-3-8b"]
+    model = model_of("llama-3-8b")
     given = {"seq_len": 1 << 17, "model": model, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 32}
     return ForecastRequest(cluster=cluster, **(given | more))
 
 
 def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     asked = make_request()
-    found = {each.engine: each for each in forecasts(asked)}
-    ours = found["burst"]
-    seen, model = asked.seq_len * (asked.seq_len + 1) // 2, MODELS["llama-3-8b"]
+    found = {each.strategy: each for each in forecasts(asked)}
+    ours = found["auto"]
+    seen, model = asked.seq_len * (asked.seq_len + 1) // 2, model_of("llama-3-8b")
     attention = 32 * 4 * 32 * 128 * seen
     matrices = 2 * asked.seq_len * (model.size - 128256 * 4096 - 65 * 4096)  # without embedding and norms
     assert asked.flops == pytest.approx(3 * (attention + matrices))
     assert ours.mfu == pytest.approx(asked.flops / (ours.seconds * 8 * 1e15))
-    # As it is, every engine's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
+    # As it is, every strategy's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
     assert ours.remat == "keep-attention" and sum(ours.memory["none"].values()) > 0.9 * 80e9
     head = 2 * asked.seq_len * 128256 * 4096
     matrix_seconds = (4 * (matrices - head) + 4 * head) / (8 * 0.55e15)
@@ -332,7 +229,7 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
 
     call = predict_call(ours.ways[0], asked.setting(Mask()))
     assert ours.attention == pytest.approx(32 * call.seconds)
-    layer = forecast_of("burst", replace(asked, remat="layer"))
+    layer = forecast_of("auto", replace(asked, remat="layer"))
     assert layer.attention == pytest.approx(32 * (call.seconds + call.forward.seconds))
     # Two gathers of the layers, one of the rest, in bf16; gradients in fp32.
     rest = 2 * 128256 * 4096 + 4096
@@ -350,13 +247,13 @@ def test_elementwise_operations_and_adamw_move_bytes_at_the_memorys_bandwidth() 
     assert more == pytest.approx(moved / (8 * 0.8 * 2e12))
 
 
-@pytest.mark.parametrize("engine", ["ring", "ulysses", "usp", "tensor-sequence"])
-def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str) -> None:
+@pytest.mark.parametrize("strategy", ["zigzag-ring", "ulysses", "tensor-sequence"])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(strategy: str) -> None:
     asked = make_request(remat="layer")
-    longest = forecast_of(engine, asked).longest
+    longest = forecast_of(strategy, asked).longest
     assert longest and longest % GRAIN == 0
     for seq_len, fits in ((longest, True), (longest + 8 * GRAIN, False)):
-        assert forecast_of(engine, replace(asked, seq_len=seq_len)).fits is fits
+        assert forecast_of(strategy, replace(asked, seq_len=seq_len)).fits is fits
 
 
 def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
@@ -369,24 +266,24 @@ def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
 
 def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
     """keep-attention would recompute local q, k and v, but it must keep the cached ones."""
-    asked = make_request(ulysses_degree=16, ranks=16, route="direct")
-    candidate = MAKERS["burst"](asked)
-    groups = candidate.ways[0].groups
+    asked = make_request(strategy=SPLIT, ranks=16)
+    found = candidate(SPLIT, asked)
+    groups = found.ways[0].groups
     assert replace(groups, chunks=0) == Groups(16, 8, keep=True, results=True)
     token = 2 * asked.seq_len // 16  # bytes of a number for each token
-    assert candidate.kept == token * 2 * 8 * 128  # of keys and values, of which each head is at two ranks, the second
+    assert found.more["kept"] == token * 2 * 8 * 128  # keys and values at a second rank
     results = token * 32 * (128 + 2)  # out and lse of the rank's heads too
-    assert candidate.results == token * (32 + 2 * 16) * 128 + results
+    assert found.more["results"] == token * (32 + 2 * 16) * 128 + results
     sizes = {
-        "model": MODELS["llama-3-8b"],
+        "model": model_of("llama-3-8b"),
         "tokens": asked.seq_len // 16,
         "batch": 1,
         "world": 16,
         "io": 2,
         "buffers": 0,
     }
-    for remat, more in (("none", candidate.kept), ("keep-attention", candidate.results), ("layer", 0)):
-        steps = [Step(**sizes, remat=remat), Step(**sizes, remat=remat, kept=candidate.kept, results=candidate.results)]
+    for remat, more in (("none", found.more["kept"]), ("keep-attention", found.more["results"]), ("layer", 0)):
+        steps = [Step(**sizes, remat=remat), Step(**sizes, remat=remat, **found.more)]
         assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == more
 
 
@@ -401,9 +298,9 @@ def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
 
 def test_layers_with_windows_are_counted_apart() -> None:
     windows = (None, 4096) * 16
-    mixed = make_request(model=replace(MODELS["llama-3-8b"], windows=windows), remat="layer")
+    mixed = make_request(model=replace(model_of("llama-3-8b"), reaches=windows), remat="layer")
     full, short = make_request(remat="layer"), make_request(window=4096, remat="layer")
-    both = [forecast_of("ring", each) for each in (mixed, full, short)]
+    both = [forecast_of("zigzag-ring", each) for each in (mixed, full, short)]
     assert both[0].attention == pytest.approx((both[1].attention + both[2].attention) / 2)
     assert mixed.flops < full.flops
 
@@ -414,16 +311,19 @@ LENGTHS = (3000, 40, 500, 12, 1200, 700, 90, 260, 2500, 30, 11, 1849)  # a long 
 def joined_request(times: int = 1, **more: Any) -> ForecastRequest:
     """A row of packed sequences with a long tail of lengths, on layers with and without windows."""
     borders = tuple((times * np.cumsum([0, *LENGTHS])).tolist())
-    model = replace(MODELS["llama-3-8b"], windows=(None, 128) * 16)
-    row = {"seq_len": borders[-1], "borders": borders, "joined": 4, "layout": "balanced", "model": model}
+    model = replace(model_of("llama-3-8b"), reaches=(None, 128) * 16)
+    row = {"seq_len": borders[-1], "borders": borders, "joined": 4, "model": model}
     return make_request(**row | {"ranks": 4} | more)
 
 
 @pytest.mark.parametrize("degree", ["auto", 1])
 def test_a_balanced_row_sends_what_its_plans_count(degree: Any) -> None:
     """All layers share the layout that follows the widest window."""
-    asked = joined_request(ulysses_degree=degree, remat="none")
-    found, sizes = forecast_of("burst", asked), {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    asked = joined_request(strategy=f"ulysses_degree={degree}", remat="none")
+    found, sizes = (
+        forecast_of(asked.strategy, asked),
+        {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16},
+    )
 
     def counted(group: Any) -> int:
         strategy = Strategy(layout="balanced", ulysses_degree=degree)
@@ -439,73 +339,41 @@ def test_a_balanced_row_sends_what_its_plans_count(degree: Any) -> None:
 
 def test_the_fullest_rank_of_a_balanced_row_counts() -> None:
     """Memory is that of a sequence of which each rank holds as many tokens."""
-    most, mean, whole = most_tokens(16 * sum(LENGTHS), 4), 4 * sum(LENGTHS), {"remat": "layer", "ulysses_degree": 1}
-    balanced, even = (joined_request(16, layout=name, **whole) for name in ("balanced", "zigzag"))
-    longer = replace(even, seq_len=4 * most, borders=None, joined=1)
-    assert balanced.tokens == longer.tokens == most > even.tokens == mean
-    full, less, same = (forecast_of("burst", each) for each in (balanced, even, longer))
+    most, mean, whole = most_tokens(16 * sum(LENGTHS), 4), 4 * sum(LENGTHS), "ulysses_degree=1"
+    balanced = joined_request(16, strategy=whole, remat="layer")
+    even = replace(balanced, strategy="layout=zigzag,ulysses_degree=1", joined=1)
+    longer = replace(even, seq_len=4 * most, borders=None)
+    full, less, same = (forecast_of(each.strategy, each) for each in (balanced, even, longer))
     assert full.memory == same.memory != less.memory
     assert full.rest == pytest.approx(less.rest * most / mean)
-    # A layout that was left open counts like one that was asked for.
-    step = predicted_step(replace(balanced, layout="auto"), MAKERS["burst"](balanced))
-    assert step.forecast("burst").memory == full.memory
-
-
-def test_a_balanced_layout_is_that_of_burst_alone() -> None:
-    """One document is spread evenly, and other engines have other layouts."""
-    zigzag, balanced = (make_request(layout=name, remat="layer") for name in ("zigzag", "balanced"))
-    assert balanced.tokens == zigzag.tokens
-    assert forecast_of("burst", balanced).tokens_per_second == forecast_of("burst", zigzag).tokens_per_second
-    rows = [joined_request(layout=name, joined=1, remat="layer") for name in ("zigzag", "balanced")]
-    for name in ("ring", "ulysses", "usp", "tensor-sequence"):
-        one, other = (forecast_of(name, each) for each in rows)
-        assert one == other and one.tokens_per_second
+    assert PredictedStep(balanced, candidate(whole, balanced)).q.tokens == most > even.tokens == mean
 
 
 def test_the_longest_of_joined_sequences_is_that_of_each() -> None:
     asked = joined_request(remat="layer")
-    longest = forecast_of("burst", asked).longest
+    longest = forecast_of("auto", asked).longest
     assert longest and longest % GRAIN == 0
 
     def fits(tokens: int) -> bool | None:
         row = 4 * tokens
         borders = tuple(each * row // asked.seq_len for each in asked.borders or ())
-        return forecast_of("burst", replace(asked, seq_len=row, borders=borders)).fits
+        return forecast_of("auto", replace(asked, seq_len=row, borders=borders)).fits
 
     assert fits(longest) and not fits(longest + 8 * GRAIN)
 
 
 def test_calls_with_sinks_keep_no_results() -> None:
     """burst_attention caches out and lse only without sinks."""
-    asked = make_request(ulysses_degree=16, ranks=16, route="direct")
-    sinks = replace(asked, model=replace(MODELS["llama-3-8b"], options=("sinks",)))
-    plain, with_sinks = (MAKERS["burst"](each) for each in (asked, sinks))
+    asked, model = make_request(strategy=SPLIT, ranks=16), model_of("llama-3-8b")
+    sinks = replace(asked, model=replace(model, heads=replace(model.heads, options=("sinks",))))
+    plain, with_sinks = (candidate(SPLIT, each) for each in (asked, sinks))
     assert plain.ways[0].groups.results and not with_sinks.ways[0].groups.results
     token = 2 * asked.seq_len // 16
-    assert plain.results - with_sinks.results == token * 32 * (128 + 2)  # out and lse of the rank's heads
+    assert plain.more["results"] - with_sinks.more["results"] == token * 32 * (
+        128 + 2
+    )  # out and lse of the rank's heads
     backward = [each.calls[0][1].backward for each in (plain, with_sinks)]
     assert backward[0].inside + backward[0].across < backward[1].inside + backward[1].across
-
-
-@pytest.mark.parametrize(("way", "direction"), [*product(WAYS, Direction)], ids=str)
-def test_pictures_show_what_the_planner_predicts(way: AttentionStrategy, direction: Direction) -> None:
-    asked = setting(4, 1024)
-    one = picture(way, drawn(way, asked), direction)
-    call = predict_call(way, asked)
-    whole = call.forward if direction is Direction.FORWARD else call.backward
-    assert one.world == 4 and one.bytes.sum() == pytest.approx(4 * (whole.inside + whole.across))
-    ends = [bars[-1].end for bars in one.bars]
-    assert max(ends) + H100.overhead.call == pytest.approx(whole.seconds, abs=1e-8)
-    for bars in one.bars:
-        assert all(bar.begin < bar.end for bar in bars)
-        assert all(a.end == b.begin for a, b in pairwise(bars))
-    seen = np.tril(np.ones((4, 4), bool)) if way.layout == "contiguous" else np.ones((4, 4), bool)
-    assert ((one.ranks >= 0) == seen).all() and ((one.steps >= 0) == seen).all()
-
-
-def test_a_picture_of_many_ranks_is_of_a_few() -> None:
-    assert drawn(WAYS[0], setting(256)).world == 16
-    assert drawn(replace(WAYS[5], groups=Groups(32, 4)), setting(256)).world == 64
 
 
 def test_figures_are_for_people() -> None:
@@ -520,8 +388,3 @@ def test_figures_are_for_people() -> None:
         "3.47 days",
     ]
     assert [tokens_text(x) for x in (1 << 20, 96 << 10, 1000, 2097153)] == ["1M", "96K", "1,000", "2,097,153"]
-
-
-def test_a_rank_waits_until_what_it_needs_has_come() -> None:
-    bars = _bars([1.0, 4.0, 4.0, 6.0], np.array([1.0, 2.0, 0.0, 2.0]))
-    assert bars == [Bar(0, 0, 1, False), Bar(1, 1, 2, True), Bar(1, 2, 4, False), Bar(3, 4, 6, False)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_train.engines import choose
+from burst_train.parallel import choose
 from burst_train.step.model import NextTokenModel
 from torch import nn
 from transformers import (

@@ -7,16 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from burst_train.engines import Heads, choose
-from burst_train.engines.sequence import burst
-from burst_train.forecast.footprint import _calls, _Schedules, live_step
-from burst_train.memory import MemoryConfig
 from torch import Tensor
-from transformers import LlamaConfig
 
 from burst_attention.attention.buffers import DeviceIndices, Sums
 from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
-from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import Layout
@@ -135,33 +129,3 @@ def test_memory_falls_with_the_world() -> None:
 
     # A lone rank holds no sums in fp32, one of two has but one exchange each way.
     assert memory(8) * 1.6 < memory(4) < memory(2) / 1.3 and memory(2) < memory(1)
-
-
-@pytest.mark.long
-def test_a_layer_holds_few_hidden_vectors_per_token() -> None:
-    """Two of Llama-3-8B's layers, 4M tokens, 8 ranks; without offload its other 30 layers hold an input each."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, **heads)
-    sizes = {"seq_len": 2**22, "world": 8, "dtype": torch.bfloat16}
-    saving = {"mlp_chunks": 32, "attention_chunks": 8, "offload": "host"}
-    before, after = (
-        live_step(config, engine=burst(), **sizes, memory=MemoryConfig(remat="layer", **options)).peak.bytes
-        for options in ({}, saving)
-    )
-    hidden = 2**22 // 8 * 4096 * 2
-    assert before / hidden + 30 > 55 and after / hidden <= 9.85
-
-
-def test_a_call_with_sinks_caches_no_results() -> None:
-    """Its forward does not hold out and lse of the rank's heads a second time."""
-    sizes = {"q_heads": 4, "kv_heads": 4, "head_dim": 8}
-    engine = choose("burst", strategy=Strategy(layout="zigzag", ulysses_degree=2, cache_qkv=True))
-    schedules = _Schedules(engine, 64, 2, shape_of(torch.float32, batch=1, **sizes))
-    plain, with_sinks = (
-        _calls(Heads(**sizes, hidden=32, intermediate=32, options=options), [None], schedules, 1, torch.float32, 1)
-        for options in ((), ("sinks",))
-    )
-    of_results = 64 * 2 * (8 + 1) * 4  # 64 tokens, half of the heads, fp32
-    forward, backward = ((None, direction) for direction in Direction)
-    assert plain[forward] - with_sinks[forward] == of_results
-    assert plain[backward] != with_sinks[backward]

@@ -8,18 +8,18 @@ import math
 import pytest
 from burst_train.cli.eval import QUIET, EvaluationScreen
 from burst_train.run.curve import WIDTH, draw_losses, smooth
-from burst_train.step.evaluation import EngineResult
+from burst_train.step.evaluation import StrategyResult
 from matplotlib.axes import Axes
 from rich.console import Console
 
 
-def test_progress_inside_an_engine_is_shown_now_and_then():
+def test_progress_inside_a_strategy_is_shown_now_and_then():
     now, text = [0.0], io.StringIO()
     screen = EvaluationScreen(Console(file=text, width=80), clock=lambda: now[0])
     for done in range(1, 9):
         now[0] += QUIET / 2
         screen.progress("burst", done, 8)
-    screen.result(EngineResult(engine="burst", sequences=8, seconds=1.25))
+    screen.result(StrategyResult(strategy="burst", sequences=8, seconds=1.25))
     lines = [
         "burst: 2 of 8 sequences",
         "burst: 4 of 8 sequences",
@@ -33,7 +33,7 @@ def test_on_a_terminal_a_bar_shows_it():
     text = io.StringIO()
     with EvaluationScreen(Console(file=text, width=80, force_terminal=True, highlight=False)) as screen:
         screen.progress("ring", 3, 4)
-        screen.result(EngineResult(engine="ring", sequences=4, seconds=2.0))
+        screen.result(StrategyResult(strategy="ring", sequences=4, seconds=2.0))
     assert "75%" in text.getvalue() and "ring: 4 sequences in 2.0 s" in text.getvalue()
 
 

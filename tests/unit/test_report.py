@@ -30,7 +30,7 @@ def test_every_figure_stands_under_its_header() -> None:
     header, *rows = cells(RESULTS)
     assert len(rows) == len(RESULTS.rows)
     assert dict(zip(header, rows[1], strict=True)) == {
-        "engine": "burst",
+        "strategy": "burst",
         "tokens": "8,192",
         "ranks": "2",
         "link": "200 Mbit/s",
@@ -51,7 +51,7 @@ def test_every_figure_stands_under_its_header() -> None:
     assert rows[0][11:13] == ["-", "-"], "no emulated cluster, so nothing is known of the wire"
 
 
-def test_times_are_compared_with_the_first_engines_round_by_round() -> None:
+def test_times_are_compared_with_the_first_strategies_round_by_round() -> None:
     """The machine slows by half from round to round. The ratio of medians is 1.5; the ratio of rounds is 2."""
     rows = [right("burst", 64, seconds=(1.0, 2.0, 3.0)), right("ring", 64, seconds=(2.0, 3.0, 9.0))]
     header, *found = cells(replace(RESULTS, rows=rows))
@@ -101,7 +101,7 @@ def test_a_timeline_has_a_lane_per_rank_and_kind() -> None:
     assert lanes["rank 1: exchange"] == pytest.approx((0.05, 0.4))
 
 
-def test_engines_side_by_side_share_a_time_scale() -> None:
+def test_strategies_side_by_side_share_a_time_scale() -> None:
     slow = tuple((Span("compute", 0.0, 3.0),) for _ in range(2))
     rows = [right("burst", 4096, timeline=TIMELINE), right("ring", 4096, timeline=slow)]
     rows.append(right("ring", 8192, timeline=TIMELINE))
@@ -116,7 +116,7 @@ def test_text_is_escaped_and_nothing_comes_from_a_network() -> None:
     for raw in ("<done>", "<fast>", "<i>", "<b>of", "2 </script>"):
         assert raw not in own
     assert "2 cores, &lt;fast&gt;" in own
-    assert "burst bench train --engine burst &amp;&amp; echo &lt;done&gt;" in own
+    assert "burst bench train --strategy burst &amp;&amp; echo &lt;done&gt;" in own
     assert not re.search(r"<(script|link)[^>]+(src|href)=", text)
 
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from burst_train.data.tokenizer import open_tokenizer
-from burst_train.engines.body import build_empty, hidden_states
+from burst_train.parallel.body import build_empty, hidden_states
 from burst_train.step.export import _load, _write
 from burst_train.step.model import load_config, model_config
 from transformers import AutoModelForCausalLM, LlamaConfig

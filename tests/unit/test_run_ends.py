@@ -15,6 +15,7 @@ from burst_train.checkpoint.snapshot import check_same_run, settings_of, setting
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
 from burst_train.config import ParallelConfig, TrainConfig, flag_names
+from burst_train.parallel import choose
 from burst_train.run.folder import name_of
 from burst_train.run.metrics import Summary
 from rich.console import Console
@@ -66,10 +67,7 @@ MAY_CHANGE = {
     "ranks": 4,
     "data_parallel": 2,
     "packing": "balanced",
-    "engine": "ring",
-    "layout": "striped",
-    "route": "ring",
-    "ulysses_degree": 2,
+    "strategy": "ring",
     "device": "cpu",
     "timeout": 3.0,
     "peak_tflops": 3.0,
@@ -114,16 +112,30 @@ def test_a_setting_that_may_change_is_not_refused(whole, name):
     check_same_run(with_setting(whole, name, MAY_CHANGE[name]), settings_of(whole))
 
 
-def test_settings_of_a_checkpoint_of_0_2_are_taken_over():
-    """Its schedule was as long as the run, and the Ulysses degree had another name."""
-    whole = with_setting(TrainConfig(), "ulysses_degree", 2)
-    saved = settings_of(whole)
-    saved["parallel"]["heads"] = saved["parallel"].pop("ulysses_degree")
-    del saved["optim"]["decay_steps"]
-    check_same_run(whole, saved)
-    assert settings_to_go_on(saved)["ulysses_degree"] == 2
+@pytest.mark.parametrize(
+    ("saved", "strategy"),
+    [
+        ({}, "auto"),
+        ({"engine": "ring"}, "zigzag-ring"),
+        ({"engine": "ring", "layout": "contiguous"}, "ring"),
+        ({"engine": "usp", "ulysses_degree": 2}, "usp:2"),
+        ({"engine": "tensor", "layout": "contiguous"}, "tensor"),
+        ({"layout": "striped", "route": "ring", "ulysses_degree": 1}, "layout=striped,route=ring,ulysses_degree=1"),
+    ],
+)
+def test_a_checkpoint_of_0_3_names_its_strategy_by_four_settings(saved, strategy):
+    whole = TrainConfig()
+    state = settings_of(whole)
+    del state["parallel"]["strategy"], state["optim"]["decay_steps"]
+    state["parallel"] |= {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None} | saved
+    check_same_run(whole, state)
+    assert strategy_of_text(settings_to_go_on(state)["strategy"]) == strategy_of_text(strategy)
     with pytest.raises(ValueError, match="--decay-steps"):
-        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), saved)
+        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), state)
+
+
+def strategy_of_text(name):
+    return choose(name).strategy if "tensor" not in name else name
 
 
 def shown(summary, config):

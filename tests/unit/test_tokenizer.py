@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import transformers
 from burst_train.data.tokenizer import ByteTokenizer, HubTokenizer, open_tokenizer
-from burst_train.engines.tensor import FAMILIES
+from burst_train.parallel.tensor import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer

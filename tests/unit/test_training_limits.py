@@ -86,9 +86,9 @@ def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(st
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("predicted peak memory of the tensors of a rank: ") and "weights 3.07 MiB" in first
     assert first.endswith("; not included: PyTorch and Python themselves, about 500 MiB")
-    assert second == "model tiny, tokenizer bytes, data text.txt, engine burst, kernel aten"
-    assert started("--engine", "ulysses")[0] == 0
-    assert "memory is not predicted for this model with --engine ulysses" in capsys.readouterr().out
+    assert second == "model tiny, tokenizer bytes, data text.txt, strategy auto, kernel aten"
+    assert started("--strategy", "single", "--data-parallel", "2")[0] == 0
+    assert "memory is not predicted for this model and these flags" in capsys.readouterr().out
     monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
     assert started("--remat", "layer") == (2, [])
     reported = capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Measure the engines next to each other, and report the results."""
+"""Measure the strategies next to each other, and report the results."""

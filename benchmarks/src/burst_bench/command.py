@@ -1,4 +1,4 @@
-"""``burst bench``: compare engines on local ranks or on an emulated cluster, or run one of the other measurements."""
+"""``burst bench``: compare strategies on local ranks or on an emulated cluster, or run another measurement."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from burst_attention.testing import WorkerError
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
 
-# All engines that share a sequence. `single` runs on one rank only; ask for it with --worlds 1.
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor-sequence")
+EVERY = ("auto", "burst", "ring", "zigzag-ring", "ulysses", "usp", "tensor", "tensor-sequence")
 CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
@@ -45,21 +44,19 @@ WRITES = ("results.json", "report.html")
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Measure time, bytes, memory and error of each engine. The engines take turns; a wrong one gets no figures.
+    """Measure time, bytes, memory and error of each strategy. The strategies take turns; a wrong one gets no figures.
 
     Runs on this machine's CPU over gloo. Writes results.json and report.html to --out.
     """
 
-    engines: Annotated[tuple[str, ...], distinct] = EVERY
-    """Engines: burst, ring, ulysses, usp, tensor, tensor-sequence or single. Append :LAYOUT to replace the engine's
-    best layout. burst also takes :ulysses_degree=N, :cache_qkv=no, :chunks=N and :attention_chunks=N, separated by
-    commas, and :published (as in the paper); usp takes :ulysses_degree=N."""
+    strategies: Annotated[tuple[str, ...], distinct] = EVERY
+    """Strategies, as for burst train. single runs on one rank only: give --worlds 1."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the whole sequence."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
     """Numbers of local ranks; 2 if not given."""
     rounds: Count = 3
-    """Timed calls of each engine."""
+    """Timed calls of each strategy."""
     layers: Count = 1
     heads: Count = 8
     kv_heads: Count | None = None
@@ -82,16 +79,16 @@ class Arguments:
         Raises:
             ValueError: An argument, or a combination of them, is invalid.
         """
-        from .harness.workload import engine_of
+        from burst_train.parallel import choose
 
         check_settings(self)
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
-        for spec in self.engines:
+        for spec in self.strategies:
             try:
-                engine_of(spec)
+                choose(spec)
             except ValueError as error:
-                raise ValueError(f"--engines {spec!r}: {error}") from None
+                raise ValueError(f"--strategies {spec!r}: {error}") from None
         shortest, most = min(self.seq_lens), max(self.ranks())
         if shortest < most:
             raise ValueError(
@@ -151,7 +148,7 @@ class ClusterArguments(Arguments):
 def main(arguments: list[str]) -> int:
     """Run ``burst bench`` and return its exit status.
 
-    The status is 1 if an engine was wrong or a rank failed, and 2 if no engine could run.
+    The status is 1 if a strategy was wrong or a rank failed, and 2 if no strategy could run.
     """
     if arguments and arguments[0] in PROGRAMS:
         import_module(f"{__package__}.{PROGRAMS[arguments[0]]}").main(arguments[1:])
@@ -172,7 +169,7 @@ def usage(name: str) -> str:
         return text
     text += f"""
 
-Compare engines in one attention call, a training step or a prefill.
+Compare strategies in one attention call, a training step or a prefill.
 {CLUSTER} does the same on an emulated cluster.
 
 Other measurements:
@@ -196,7 +193,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
             return 0
         known = ", ".join(TASKS if kind is ClusterArguments else (*TASKS, *PROGRAMS))
         return launch.print_error(name, ValueError(f"the task is {given}; give one of {known}"))
-    task, rest = arguments[0], launch.spelled_out(arguments[1:])
+    task, rest = arguments[0], arguments[1:]
     parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:
         if launch.started_by_torchrun():
@@ -224,7 +221,7 @@ def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # a file has no terminal width
-    shared = ("engines", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
+    shared = ("strategies", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
     sizes = {name: getattr(arguments, name) for name in shared}
     workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
 
@@ -264,8 +261,8 @@ def _show(results: Results, console: Console) -> None:
     title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
     table = terminal(rows, title=title, box=SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
-        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
+        column.no_wrap, column.overflow = column.header in ("strategy", "link", "/ first's"), "fold"
     console.print(table)
-    refused = (f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused)
+    refused = (f"{row.strategy}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused)
     for reason in dict.fromkeys(refused):
         console.print(f"left out: {escape(reason)}", highlight=False)

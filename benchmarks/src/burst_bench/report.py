@@ -22,7 +22,7 @@ class Column(NamedTuple):
 
 
 PLACE = (
-    Column("engine", lambda row: row.engine),
+    Column("strategy", lambda row: row.strategy),
     Column("tokens", lambda row: f"{row.seq_len:,}", "of the sequence, over all ranks"),
     Column("ranks", lambda row: str(row.world)),
     Column("link", lambda row: link_text(row.link), "rate of each node's link"),
@@ -34,8 +34,8 @@ CHECK = (
 )
 WIRE = "on the interfaces of the emulated cluster, per rank"
 BEYOND = "on the wire but not counted: parameters, their gradients, protocol headers, gloo's overhead"
-PEAK = "the highest rank's, minus the memory resident before the engine was built"
-RATIO = "time divided by the first engine's; each ratio comes from one round: median and range"
+PEAK = "the highest rank's, minus the memory resident before the strategy was built"
+RATIO = "time divided by the first strategy's; each ratio comes from one round: median and range"
 
 
 def measured(results: Results) -> tuple[Column, ...]:
@@ -94,21 +94,21 @@ STYLE = (
 
 
 def charts(results: Results) -> Iterator[graph_objects.Figure]:
-    """Yield each figure of ``CHARTS`` against the length, with a line per engine, world and link.
+    """Yield each figure of ``CHARTS`` against the length, with a line per strategy, world and link.
 
     Only figures of correct rows that a logarithmic axis can show are drawn.
     """
     right = sorted((row for row in results.rows if row.passed), key=lambda row: row.seq_len)
-    engines, links, worlds = (
-        [*dict.fromkeys(getattr(r, x) for r in results.rows)] for x in ("engine", "link", "world")
+    strategies, links, worlds = (
+        [*dict.fromkeys(getattr(r, x) for r in results.rows)] for x in ("strategy", "link", "world")
     )
     for title, value in CHARTS.items():
         lines: dict[tuple[str, int, float | None], list[Row]] = {}
         for row in right:
             if (value(row) or 0) > 0:
-                lines.setdefault((row.engine, row.world, row.link), []).append(row)
+                lines.setdefault((row.strategy, row.world, row.link), []).append(row)
         figure = graph_objects.Figure(layout={"template": "plotly_white", "title": title, "showlegend": True})
-        for (engine, world, link), rows in lines.items():
+        for (strategy, world, link), rows in lines.items():
             values = [value(row) or math.nan for row in rows]
             ends = {"array": max, "arrayminus": min} if "round" in title else {}
             bars = {
@@ -118,9 +118,9 @@ def charts(results: Results) -> Iterator[graph_objects.Figure]:
                 x=[row.seq_len for row in rows],
                 y=values,
                 error_y={"visible": bool(bars), "symmetric": False} | bars,
-                name=escape(f"{engine}, {ranks_text(world)}, {link_text(link)}", quote=False),
+                name=escape(f"{strategy}, {ranks_text(world)}, {link_text(link)}", quote=False),
                 mode="lines+markers",
-                line={"color": COLOURS[engines.index(engine) % 8], "dash": DASHES[links.index(link) % 4]},
+                line={"color": COLOURS[strategies.index(strategy) % 8], "dash": DASHES[links.index(link) % 4]},
                 marker={"size": 8, "symbol": SYMBOLS[worlds.index(world) % 6]},
             )
         figure.update_xaxes(type="log", title="tokens of the sequence")
@@ -130,13 +130,13 @@ def charts(results: Results) -> Iterator[graph_objects.Figure]:
 def timelines(results: Results) -> Iterator[graph_objects.Figure]:
     """Yield a figure for each correct row with a timeline; it has a lane per rank and kind.
 
-    Engines at the same length, ranks and link share one scale.
+    Strategies at the same length, ranks and link share one scale.
     """
     shown = [row for row in results.rows if row.passed and any(row.timeline)]
     places = [(row.seq_len, row.world, row.link) for row in shown]
     ends = [max(span.end for rank in row.timeline for span in rank) for row in shown]
     for row, place in zip(shown, places, strict=True):
-        name = f"{row.engine}, {row.seq_len:,} tokens, {ranks_text(row.world)}, {link_text(row.link)}"
+        name = f"{row.strategy}, {row.seq_len:,} tokens, {ranks_text(row.world)}, {link_text(row.link)}"
         options = {"template": "plotly_white", "title": escape(name, quote=False), "barmode": "overlay"}
         figure = graph_objects.Figure(layout={**options, "height": 200 + 60 * len(row.timeline)})
         for kind in KINDS:

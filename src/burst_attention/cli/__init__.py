@@ -22,8 +22,8 @@ GROUP = "burst_attention.commands"
 FOLDERS = {"bench": "benchmarks", "train": "train"}  # where a checkout has the distribution of an extra
 # Commands of this project's other distributions: (extra that installs it, summary). Listed even if not installed.
 OF_EXTRAS = {
-    "bench": ("bench", "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism"),
-    "eval": ("train", "measure a model's perplexity with every engine, and compare them token by token"),
+    "bench": ("bench", "compare strategies: time, bytes and memory of burst, ring, Ulysses and tensor parallelism"),
+    "eval": ("train", "measure a model's perplexity with every strategy, and compare them token by token"),
     "export": ("train", "write the model of a training checkpoint as a Hugging Face folder"),
     "plan": ("train", "predict what training on a long sequence will cost, before you rent GPUs"),
     "train": ("train", "train a model on long documents, each sequence spread over several ranks"),

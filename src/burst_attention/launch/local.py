@@ -43,13 +43,6 @@ def is_expected(error: BaseException) -> bool:
     return isinstance(error, (RefusedError, FloatingPointError)) or getattr(error, "expected", False)
 
 
-def spelled_out(arguments: list[str]) -> list[str]:
-    """Replace ``--engine`` by ``--engines``, so that commands that take several engines accept both."""
-    return [
-        x.replace("--engine", "--engines", 1) if x == "--engine" or x.startswith("--engine=") else x for x in arguments
-    ]
-
-
 def is_rank_0() -> bool:
     """Return whether this process prints messages: rank 0, or a process without a rank."""
     return int(os.environ.get("RANK", "0")) == 0

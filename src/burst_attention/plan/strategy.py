@@ -100,28 +100,54 @@ class Strategy:
 # The published schemes, with the fields that each fixes.
 NAMED = {
     "auto": Strategy(),
-    "burst-attention": Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
-    "ring-attention": Strategy(layout="zigzag", route="ring-attention", ulysses_degree=1, circulate="key-value"),
-    "contiguous-ring": Strategy(layout="contiguous", route="ring-attention", ulysses_degree=1, circulate="key-value"),
-    "striped-attention": Strategy(layout="striped", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "burst": Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
+    "ring": Strategy(layout="contiguous", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "zigzag-ring": Strategy(layout="zigzag", route="ring-attention", ulysses_degree=1, circulate="key-value"),
     "all-gather": Strategy(layout="zigzag", route="direct", ulysses_degree=1, circulate="key-value", gather_kv=True),
     "ulysses": Strategy(layout="contiguous", route="direct", ulysses_degree="all", cache_qkv=True, chunks=1),
+    "usp": Strategy(layout="zigzag", route="direct", circulate="key-value", cache_qkv=True, chunks=1),
 }
-USP = Strategy(layout="zigzag", route="direct", circulate="key-value", cache_qkv=True, chunks=1)
+# Names of 0.3.
+ALIASES = {"burst-attention": "burst", "ring-attention": "zigzag-ring", "contiguous-ring": "ring"}
+_SAYS = {"True": True, "False": False}
 
 
 def strategy_of(given: Any) -> Strategy:
     """Return the strategy that a user named or passed. Raise TypeError or ValueError for anything else.
 
-    ``given``: None, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or a :class:`Strategy`.
+    ``given``: None, a :class:`Strategy`, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or fields with
+    commas, such as ``layout=zigzag,ulysses_degree=4``.
     """
     if given is None or isinstance(given, Strategy):
         return Strategy() if given is None else given
     if not isinstance(given, str):
         raise TypeError(f"strategy={given!r} must be a Strategy or a name: {', '.join(NAMED)}, usp:U")
-    name, colon, degree = given.partition(":")
+    if "=" in given:
+        return _of_fields(given)
+    name, colon, degree = ALIASES.get(given, given).partition(":")
     if name == "usp" and colon and degree.isdecimal() and int(degree):
-        return replace(USP, ulysses_degree=int(degree))
-    if given not in NAMED:
-        raise ValueError(f"strategy={given!r} is unknown; choose one of {', '.join(NAMED)}, usp:U (such as usp:4)")
-    return NAMED[given]
+        return replace(NAMED[name], ulysses_degree=int(degree))
+    if colon or name not in NAMED:
+        raise ValueError(
+            f"strategy={given!r} is unknown; choose one of {', '.join(NAMED)}, usp:U (such as usp:4), or give fields "
+            "of Strategy, such as layout=zigzag,ulysses_degree=4"
+        )
+    return NAMED[name]
+
+
+def _of_fields(given: str) -> Strategy:
+    known, said = [each.name for each in fields(Strategy)], dict[str, Any]()
+    for part in given.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in known or name in said:
+            fault = "is given twice" if name in said else f"is unknown; choose from {', '.join(known)}"
+            raise ValueError(f"strategy={given!r}: the field {name!r} {fault}")
+        said[name] = int(value) if value.isdecimal() else _SAYS.get(value, value)
+    return Strategy(**said)
+
+
+def text_of(strategy: Strategy) -> str:
+    """Return the text that :func:`strategy_of` reads as this strategy: a name if it has one, otherwise its fields."""
+    name = next((name for name, each in NAMED.items() if each == strategy), None)
+    asked = {each.name: getattr(strategy, each.name) for each in fields(Strategy)}
+    return name or ",".join(f"{key}={value}" for key, value in asked.items() if value != "auto")

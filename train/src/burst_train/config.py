@@ -26,16 +26,16 @@ from burst_attention.cli.flags import (
     Ranks,
     Seconds,
     check_settings,
+    flag,
     number,
     require,
 )
 from burst_attention.cli.numbers import whole_number
-from burst_attention.plan.layout import BALANCED, LayoutOrAuto
-from burst_attention.plan.route import RouteOrAuto
-from burst_attention.plan.strategy import DegreeOrAuto, Strategy
+from burst_attention.plan.layout import BALANCED
+from burst_attention.plan.strategy import NAMED, Strategy, strategy_of, text_of
 
-from .engines import EngineName
-from .memory import TENSOR, MemoryConfig
+from .memory import MemoryConfig
+from .parallel import FOREIGN, TENSOR, choose
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
-RENAMED = {"heads": "ulysses_degree"}  # settings of 0.2
+# Settings of 0.3 that ``strategy`` replaces, with their defaults.
+REPLACED = {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None}
+ENGINES = {"burst": "auto", "ring": "zigzag-ring"}  # engines of 0.3 that have another name as strategies
 
 
 @dataclass(frozen=True)
@@ -151,16 +153,11 @@ class ParallelConfig:
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
 
     balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
-    engine: EngineName = "burst"
-    """How ranks share a sequence: burst, or an engine to compare it with. All give the same loss."""
-    layout: LayoutOrAuto = "auto"
-    """Which tokens of a sequence each rank holds. auto: the engine's best; for burst, the predicted fastest."""
-    route: RouteOrAuto = "auto"
-    """How shards circulate, for --engine burst."""
-    ulysses_degree: Count | None = None
-    """Number of head groups, for --engine burst; 1: heads stay whole. Default: predicted fastest.
-    For --engine usp: how many neighbouring ranks exchange tokens for heads. Default: the largest common divisor of
-    the numbers of ranks and heads."""
+    strategy: Name = "auto"
+    """How ranks share a sequence: auto (predicted fastest), burst, ring, zigzag-ring, all-gather, ulysses, usp, usp:U,
+    or fields of a Strategy such as layout=zigzag,ulysses_degree=4. To compare with: tensor, tensor-sequence, single.
+
+    All give the same loss."""
     device: DeviceOrAuto = "auto"
     """auto: GPUs if the machine has one for every rank; otherwise the CPU."""
     timeout: Seconds = 600.0
@@ -171,14 +168,6 @@ class ParallelConfig:
     The model's operations are 6 per token and parameter of linear layers (head included, embedding excluded), and
     12 x head_dim per layer, head and unmasked (query, key) pair. Default: a known GPU's bf16 rate from its data
     sheet; else no MFU."""
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The engine, as it was asked for."""
-        degree: DegreeOrAuto = "auto" if self.ulysses_degree is None else self.ulysses_degree
-        layout: LayoutOrAuto = "balanced" if self.packing == "balanced" else self.layout
-        strategy = Strategy(layout=layout, route=self.route, ulysses_degree=degree)
-        return {"name": self.engine, "strategy": strategy}
 
 
 @dataclass(frozen=True)
@@ -227,9 +216,14 @@ class TrainConfig:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The engine settings that :func:`burst_train.engines.choose` takes."""
-        memory = self.memory
-        return {**self.parallel.how, "remat": memory.remat, "attention_chunks": memory.attention_chunks}
+        """What :func:`burst_train.parallel.choose` takes."""
+        chunks = self.memory.attention_chunks
+        return {
+            "name": self.parallel.strategy,
+            "balanced": self.joins,
+            "remat": self.memory.remat,
+            "attention_chunks": chunks,
+        }
 
     @property
     def packed(self) -> bool:
@@ -285,24 +279,24 @@ class TrainConfig:
         require(evaluated, "eval_every", self.run.eval_every, nothing)
         beyond = f"is after the last of --steps {self.run.steps}; choose an earlier step"
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
-        self.memory.check(self.parallel.engine, self.parallel.device)
+        check_strategy(self.parallel.strategy, "strategy")
+        self.memory.check(self.parallel.strategy, self.parallel.device)
         self._check_lora()
 
     def _check_packing(self) -> None:
         if not self.joins:
             return
         parallel = self.parallel
-        rule = "has no layout balanced; omit it, or omit --packing balanced"
-        require(parallel.engine == "burst", "engine", parallel.engine, rule)
         rule = "splits the ranks, but --packing balanced shares a batch over all of them; give --batch instead"
         require(parallel.data_parallel == 1, "data_parallel", parallel.data_parallel, rule)
-        check_balanced(parallel.layout, self.optim.batch)
+        check_balanced(parallel.strategy, self.optim.batch)
 
     def _check_lora(self) -> None:
-        lora, model, engine = self.model.lora, self.model.model, self.parallel.engine
+        lora, model, strategy = self.model.lora, self.model.model, self.parallel.strategy
         rule = f"adapts a trained model, but --model {model} has random weights; give a folder or a name on the hub"
         require(lora is None or model not in PRESETS, "lora", lora, rule)
-        require(lora is None or engine not in TENSOR, "lora", lora, f"is not for --engine {engine}; use --engine burst")
+        rule = f"is not for --strategy {strategy}; leave --strategy out"
+        require(lora is None or strategy not in TENSOR, "lora", lora, rule)
 
     def _check_global_batch(self) -> None:
         asked, accumulate = self.optim.global_batch, self.optim.accumulate
@@ -324,10 +318,19 @@ class TrainConfig:
         require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
 
 
-def check_balanced(layout: str, batch: int) -> None:
-    """Raise ValueError if ``--packing balanced`` can't have this layout or batch."""
-    rule = "is not the layout of --packing balanced; omit one of them"
-    require(layout in ("auto", BALANCED), "layout", layout, rule)
+def check_strategy(name: str, option: str) -> None:
+    """Raise ValueError naming the flag if a strategy is unknown."""
+    try:
+        choose(name)
+    except ValueError as error:
+        raise ValueError(f"{flag(option)} {name}: {error}") from None
+
+
+def check_balanced(strategy: str, batch: int) -> None:
+    """Raise ValueError if ``--packing balanced`` can't have this strategy or batch."""
+    rule = "has no layout balanced; omit it, or omit --packing balanced"
+    can = strategy not in FOREIGN and strategy_of(strategy).layout in ("auto", BALANCED)
+    require(can, "strategy", strategy, rule)
     rule = "leaves --packing balanced one sequence; give the number of sequences that all ranks share at a time"
     require(batch > 1, "batch", batch, rule)
 
@@ -360,10 +363,14 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     from .checked import sentence
 
     settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
+    replaced: dict[str, Any] = {}
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
         for name, given in value.items() if section else [(key, value)]:
-            name = RENAMED.get(name := name.replace("-", "_"), name)
+            name = name.replace("-", "_")
+            if name in REPLACED:
+                replaced[name] = given
+                continue
             if name not in known or section not in (None, known[name]):
                 close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
@@ -376,7 +383,17 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
                 settings[name] = adapter.validate_python(given, strict=type(given) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
-    return settings
+    return settings | ({"strategy": _strategy_of_engine(replaced)} if replaced else {})
+
+
+def _strategy_of_engine(replaced: Mapping[str, Any]) -> str:
+    """Return the strategy that settings of 0.3 name: an engine, and what it leaves open."""
+    asked = REPLACED | dict(replaced)
+    name = ENGINES.get(asked.pop("engine"), str(replaced.get("engine")))
+    degree = asked.pop("ulysses_degree")
+    strategy = {"layout": asked["layout"], "route": asked["route"], "ulysses_degree": degree or "auto"}
+    given = {field: value for field, value in strategy.items() if value != "auto"}
+    return name if name in FOREIGN or not given else text_of(replace(NAMED.get(name, Strategy()), **given))
 
 
 def with_settings(settings: Mapping[str, Any]) -> TrainConfig:

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from burst_attention.cli.flags import Count, flag, require, text
 from burst_attention.planner.planner import Remat as RematName
 
+from .parallel import FOREIGN, TENSOR
+
 OptimizerName = Literal["adamw", "adamw-8bit"]
 DISK = "disk:"
-# Engines with an attention operator that a checkpoint can keep by name; engines that compute with DTensors.
-KEEPING, TENSOR = ("burst", "ring"), ("tensor", "tensor-sequence")
 
 
 def where(value: str) -> str:
@@ -34,13 +34,13 @@ class MemoryConfig:
 
     remat: RematName = "none"
     """What the backward recomputes. layer: whole decoder layers, of which only the inputs are kept.
-    keep-attention: all but the attention, so that its exchanges are not repeated (burst and ring)."""
+    keep-attention: all but the attention, so that its exchanges are not repeated."""
     offload: Offload = "none"
     """Where the layer inputs saved by --remat are kept: none, host or disk:DIR. none: on the device.
 
     host: pinned host memory (GPUs only; on one H100 it freed half of them). disk:DIR: a file in the folder DIR."""
     attention_chunks: Count = 1
-    """Project, attend and project back this many groups of heads, one group at a time (burst and ring).
+    """Project, attend and project back this many groups of heads, one group at a time.
 
     The backward recomputes q, k and v group by group."""
     mlp_chunks: Count = 1
@@ -54,11 +54,11 @@ class MemoryConfig:
     ignore_memory: bool = False
     """Start even if the predicted memory exceeds the machine's."""
 
-    def check(self, engine: str, device: str) -> None:
-        """Raise ValueError naming the first flag that the engine or device does not support."""
-        keeps = f"works only with --engine {' and '.join(KEEPING)}; for --engine {engine} use --remat layer"
-        require(self.remat != "keep-attention" or engine in KEEPING, "remat", self.remat, keeps)
-        self._check_chunks(engine)
+    def check(self, strategy: str, device: str) -> None:
+        """Raise ValueError naming the first flag that the strategy or device does not support."""
+        keeps = f"is not for --strategy {strategy}; use --remat layer"
+        require(self.remat != "keep-attention" or strategy not in FOREIGN, "remat", self.remat, keeps)
+        self._check_chunks(strategy)
         saved = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
         require(self.offload == "none" or self.remat != "none", "offload", self.offload, saved)
         there = "is for GPUs; with --device cpu everything is already in host memory"
@@ -66,14 +66,14 @@ class MemoryConfig:
         if self.optimizer_offload and device == "cpu":
             raise ValueError(f"{flag('optimizer_offload')} {there}. Leave it out")
         for name in ("optimizer_offload", "compile"):
-            if getattr(self, name) and engine in TENSOR:
-                raise ValueError(f"{flag(name)} is not for --engine {engine}; leave it out, or use --engine burst")
+            if getattr(self, name) and strategy in TENSOR:
+                raise ValueError(f"{flag(name)} is not for --strategy {strategy}; leave one of them out")
 
-    def _check_chunks(self, engine: str) -> None:
+    def _check_chunks(self, strategy: str) -> None:
         """Raise ValueError if attention can't run by groups of heads."""
         if self.attention_chunks > 1:
-            works = f"works only with --engine {' and '.join(KEEPING)}; for --engine {engine} leave it out"
-            require(engine in KEEPING, "attention_chunks", self.attention_chunks, works)
+            works = f"is not for --strategy {strategy}; leave one of them out"
+            require(strategy not in FOREIGN, "attention_chunks", self.attention_chunks, works)
             whole = "can't keep the results of --remat keep-attention; use --remat layer"
             require(self.remat != "keep-attention", "attention_chunks", self.attention_chunks, whole)
 
@@ -115,7 +115,7 @@ def check_fits(
     """Raise ValueError if the predicted memory of ``ranks`` ranks exceeds free memory; suggest remedies.
 
     Args:
-        parts: one rank's bytes, from :func:`burst_train.forecast.footprint.training_memory`.
+        parts: one rank's bytes, from :func:`burst_train.forecast.forecast.step_memory`.
         free: from :func:`free_memory`, or a GPU's free memory.
         ranks: number of ranks that share the free memory.
     """

@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from burst_train.engines import Engine, Heads, choose
-from burst_train.forecast.footprint import training_memory
+from burst_train.cli.preflight import predict_memory
+from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from burst_train.memory import MemoryConfig
+from burst_train.parallel import Heads, Parallelism, choose
 from burst_train.step.model import build_model
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,13 +40,13 @@ GIB = 2**30
 REFUSED = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
 SHOWN = ("remat", "mlp_chunks", "attention_chunks", "offload")
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("burst", {}),
-    ("burst", {"remat": "layer"}),
-    ("burst", {"remat": "keep-attention"}),
-    ("burst", {"remat": "layer", "mlp_chunks": 8}),
-    ("burst", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4}),
-    ("burst", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4, "offload": f"disk:{tempfile.gettempdir()}"}),
-    ("ring", {}),
+    ("auto", {}),
+    ("auto", {"remat": "layer"}),
+    ("auto", {"remat": "keep-attention"}),
+    ("auto", {"remat": "layer", "mlp_chunks": 8}),
+    ("auto", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4}),
+    ("auto", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4, "offload": f"disk:{tempfile.gettempdir()}"}),
+    ("zigzag-ring", {}),
     ("ulysses", {}),
     ("tensor-sequence", {}),
 )
@@ -85,26 +86,26 @@ class LongestArguments(WrittenArguments):
         )
 
 
-def _engine(name: str, flags: dict[str, Any]) -> Engine:
-    """Return the engine that ``burst train`` uses with these flags."""
+def _shared(name: str, flags: dict[str, Any]) -> Parallelism:
+    """Return the strategy that ``burst train`` uses with these flags."""
     return choose(name, remat=flags.get("remat", "none"), attention_chunks=flags.get("attention_chunks", 1))
 
 
-def make_step(sizes: LongestArguments, engine_name: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
+def make_step(sizes: LongestArguments, strategy: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
     """Build a model; return an optimizer step on ``length`` random tokens, which returns the loss of its rank."""
-    engine, mesh = _engine(engine_name, flags), make_mesh("cpu")
+    parallelism, mesh = _shared(strategy, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    engine.check(Heads.of(sizes.config), length, everyone.size())
+    parallelism.check(Heads.of(sizes.config), length, everyone.size())
     options = {"dtype": torch.float32, "mesh": mesh, "everyone": everyone, "seed": 0, "memory": MemoryConfig(**flags)}
-    model = build_model("tiny", sizes.config, engine, **options)
+    model = build_model("tiny", sizes.config, parallelism, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    plan = engine.plan(length, group=mesh[CONTEXT], timeout=900)
+    plan = parallelism.plan(length, group=mesh[CONTEXT], timeout=900)
     borders = (*range(0, length, sizes.document), length) if sizes.document else None
     plans = Plans.by_windows(plan, [None], borders)
 
     def step() -> float:
         ids = torch.randint(0, sizes.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-        loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
+        loss = model(parallelism.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
         loss.backward()
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss {loss.item()}")
@@ -115,12 +116,12 @@ def make_step(sizes: LongestArguments, engine_name: str, flags: dict[str, Any], 
     return step
 
 
-def peak_of_step(sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> int:
+def peak_of_step(sizes: LongestArguments, strategy: str, flags: dict[str, Any], length: int) -> int:
     """Return this rank's peak resident bytes during a step, minus those before it.
 
     A short step runs first, so that memory allocated on first use doesn't count.
     """
-    make_step(sizes, engine, flags, 1024 * sizes.ranks)()
+    make_step(sizes, strategy, flags, 1024 * sizes.ranks)()
     gc.collect()
     give_back()
     before = resident()
@@ -128,30 +129,31 @@ def peak_of_step(sizes: LongestArguments, engine: str, flags: dict[str, Any], le
     most = resident("VmData") + int(1.25 * sizes.gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (most, unlimited[1]))
     try:
-        return peak_during(lambda: make_step(sizes, engine, flags, length)())[1] - before
+        return peak_during(lambda: make_step(sizes, strategy, flags, length)())[1] - before
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
 
-def tried(pool: WorkerPool, sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
+def tried(
+    pool: WorkerPool, sizes: LongestArguments, strategy: str, flags: dict[str, Any], length: int
+) -> dict[str, Any]:
     """Run one length, and return its row."""
     began = time.monotonic()
-    row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
-    row = {name: row[name] for name in ("engine", *SHOWN, "tokens")} | {"offload": row["offload"].partition(":")[0]}
+    row = {"strategy": strategy, **asdict(MemoryConfig(**flags)), "tokens": length}
+    row = {name: row[name] for name in ("strategy", *SHOWN, "tokens")} | {"offload": row["offload"].partition(":")[0]}
     try:
-        peaks = pool.run(peak_of_step, sizes, engine, flags, length, timeout=3600, patience=60)
+        peaks = pool.run(peak_of_step, sizes, strategy, flags, length, timeout=3600, patience=60)
     except WorkerError as error:
         if not REFUSED.search(str(error)):  # any other error is a bug
             raise
         peaks = None
-    memory = training_memory(
-        sizes.config,
-        engine=_engine(engine, flags),
-        seq_len=length,
-        world=sizes.ranks,
-        dtype=torch.float32,
+    config = TrainConfig(
+        data=DataConfig(seq_len=length),
+        model=ModelConfig(dtype="float32"),
+        parallel=ParallelConfig(strategy=strategy, device="cpu"),
         memory=MemoryConfig(**flags),
     )
+    memory = predict_memory(config, sizes.config, sizes.ranks)
     return row | {
         "peak": None if peaks is None else max(peaks),
         "predicted": None if memory is None else sum(memory.values()),
@@ -194,7 +196,7 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         fits = [row for row in own if row["fits"]]
         beyond = [row for row in own if not row["fits"]]
         best = max(fits, key=lambda row: row["tokens"], default=None)
-        cells = dict(zip(("engine", "--remat", "--mlp-chunks", "--attention-chunks", "--offload"), key, strict=True))
+        cells = dict(zip(("strategy", "--remat", "--mlp-chunks", "--attention-chunks", "--offload"), key, strict=True))
         cells["longest"] = "none of those tried" if best is None else f"{best['tokens']:,} tokens"
         cells["peak per rank"] = "-" if best is None else f"{best['peak'] / 2**20:,.0f} MiB"
         predicted = best and best["predicted"]
@@ -205,8 +207,8 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _policy(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the engine and the memory options of a row."""
-    return (row["engine"], *(str(row[name]) for name in SHOWN))
+    """Return the strategy and the memory options of a row."""
+    return (row["strategy"], *(str(row[name]) for name in SHOWN))
 
 
 def _beyond(row: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from burst_train.data.sequences import TokenSequence
-from burst_train.engines import Heads
 from burst_train.health.flops import ModelFlops, peak_of
+from burst_train.parallel import Heads
 from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

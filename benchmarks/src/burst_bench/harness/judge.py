@@ -1,4 +1,4 @@
-"""Compare an engine's results with fp64. Wrong engines get no figures."""
+"""Compare a strategy's results with fp64. Wrong strategies get no figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from burst_train.engines import choose
+from burst_train.parallel import choose
 from burst_train.step.model import quieten_transformers
 from torch import Tensor
 
@@ -16,23 +16,23 @@ from burst_attention.testing.check import relative_l2
 from .calls import errors_over_ranks, reference
 from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, whole_logits
 from .trace import Trace
-from .workload import Workload, engine_of, random_qkv
+from .workload import Workload, random_qkv
 
 FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
-# Allowed differences relative to a tensor's size, where rounding errors add up: between engines, in sums over tokens.
+# Allowed differences relative to a tensor's size, where roundings add up: between strategies, in sums over tokens.
 AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 FACTOR = 3.0  # times the error of a single rank in the same dtype
 
 
 def judge(workload: Workload) -> dict[str, tuple[float, float]]:
-    """Return (relative L2 error against fp64, its bound) of each engine that supports ``workload``.
+    """Return (relative L2 error against fp64, its bound) of each strategy that supports ``workload``.
 
     Both are those of the worst tensor. The tensors are out, dq, dk and dv; each parameter's gradient; or the logits. A
     bound is ``FACTOR`` times the error of a single rank in the same dtype. All ranks must call this and get the same
     figures. ``seq_len`` must be short enough for fp64.
     """
     quieten_transformers()
-    able = [spec for spec in workload.engines if refusal(workload, engine_of(spec)) is None]
+    able = [spec for spec in workload.strategies if refusal(workload, choose(spec)) is None]
     if workload.task == "attention":
         exact, by_name = reference(workload, dense=True)
         stock = list(by_name.values())
@@ -102,14 +102,14 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Ten
 
 
 def _attention_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(workload, engine_of(spec), Trace())
+    subject = make_subject(workload, choose(spec), Trace())
     assert isinstance(subject, AttentionSubject)
     subject.run()
     return errors_over_ranks(subject.results, [subject.plan.shard(whole, 2) for whole in exact])
 
 
 def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(workload, engine_of(spec), Trace())
+    subject = make_subject(workload, choose(spec), Trace())
     assert isinstance(subject, ModelSubject)
     return _errors(_gradients_or_logits(subject), exact)
 

@@ -1,4 +1,4 @@
-"""Measure engines on a rank: they take turns, all ranks start each call together, and each call is timed separately."""
+"""Measure strategies on a rank: they take turns, all ranks start each call together, and each call is timed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from burst_train.engines import Engine
+from burst_train.parallel import Parallelism, choose
 
 from ..cluster.namespaces import interface_bytes
 from .judge import sampled_error
@@ -18,14 +18,14 @@ from .results import Span
 from .subjects import Fingerprint, Subject, make_subject, refusal
 from .trace import Collectives, Trace
 from .turns import seconds_of, take_turns
-from .workload import Workload, engine_of
+from .workload import Workload
 
 
 @dataclass
 class Measurement:
-    """One engine's figures on one rank. Bytes are this rank's (``wire``: its node's, one number per round)."""
+    """One strategy's figures on one rank. Bytes are this rank's (``wire``: its node's, one number per round)."""
 
-    engine: str
+    strategy: str
     refused: str | None = None
     seconds: list[float] = field(default_factory=list)
     wire: list[int] = field(default_factory=list)
@@ -40,28 +40,28 @@ class Measurement:
 
 
 def measure(workload: Workload) -> list[Measurement]:
-    """Measure every engine of ``workload`` on this rank; all ranks must call it."""
-    measured = [Measurement(spec, refused=refusal(workload, engine_of(spec))) for spec in workload.engines]
-    able = [(own, engine_of(own.engine)) for own in measured if own.refused is None]
+    """Measure every strategy of ``workload`` on this rank; all ranks must call it."""
+    measured = [Measurement(spec, refused=refusal(workload, choose(spec))) for spec in workload.strategies]
+    able = [(own, choose(own.strategy)) for own in measured if own.refused is None]
     if workload.resources:
-        # Libraries allocate memory on first use. A short call of each engine keeps it out of the figures.
+        # Libraries allocate memory on first use. A short call of each strategy keeps it out of the figures.
         short = workload.at(min(workload.seq_len, 32 * dist.get_world_size()))
         for at in (short, workload):
-            for own, engine in able:
-                _measure_resources(at, own, engine)
+            for own, shared in able:
+                _measure_resources(at, own, shared)
     if workload.rounds:
         _measure_time(workload, able)
     return measured
 
 
-def _measure_resources(workload: Workload, own: Measurement, engine: Engine) -> None:
-    """Run one engine alone, and record its peak memory, its bytes, its fingerprints and its error against fp64."""
+def _measure_resources(workload: Workload, own: Measurement, parallelism: Parallelism) -> None:
+    """Run one strategy alone, and record its peak memory, its bytes, its fingerprints and its error against fp64."""
     give_back()
     before, trace = resident(), Trace()
     collectives = Collectives(trace, dist.get_world_size())
     dist.barrier()
     start = time.perf_counter()
-    subject, peak = peak_during(lambda: _run_once(workload, engine, trace, collectives))
+    subject, peak = peak_during(lambda: _run_once(workload, parallelism, trace, collectives))
     if not workload.rounds:  # such calls take too long to run twice
         own.seconds = [time.perf_counter() - start]
     own.peak, own.resident = peak - before, peak
@@ -72,17 +72,17 @@ def _measure_resources(workload: Workload, own: Measurement, engine: Engine) -> 
     gc.collect()  # a sharded model contains reference cycles
 
 
-def _run_once(workload: Workload, engine: Engine, trace: Trace, collectives: Collectives) -> Subject:
-    subject = make_subject(workload, engine, trace)
+def _run_once(workload: Workload, parallelism: Parallelism, trace: Trace, collectives: Collectives) -> Subject:
+    subject = make_subject(workload, parallelism, trace)
     with collectives:
         subject.run()
     return subject
 
 
-def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) -> None:
-    """Time all engines in turns, round by round; then record a timeline of one more call, if requested."""
+def _measure_time(workload: Workload, able: list[tuple[Measurement, Parallelism]]) -> None:
+    """Time all strategies in turns, round by round; then record a timeline of one more call, if requested."""
     trace = Trace()
-    subjects = [(own, make_subject(workload, engine, trace)) for own, engine in able]
+    subjects = [(own, make_subject(workload, shared, trace)) for own, shared in able]
     for _, subject in subjects:
         subject.warm_up()
     turns = take_turns([partial(_one_round, workload, subject) for _, subject in subjects], workload.rounds)

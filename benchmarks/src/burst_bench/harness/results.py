@@ -39,15 +39,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One engine at one sequence length, world and link rate.
+    """One strategy at one sequence length, world and link rate.
 
     Attributes:
-        engine: Its name, such as ``burst`` or ``ring:contiguous``.
+        strategy: Its name, such as ``burst``.
         seq_len: Tokens of the whole sequence.
         world: Number of ranks.
         link: Rate of each node's link in bits per second; None for no limit.
-        chosen: Description of burst's plan for this link; None for other engines.
-        refused: Reason why the engine can't run this; every figure is then None or empty.
+        chosen: Description of what ``auto`` chose for this link; None for other strategies.
+        refused: Reason why the strategy can't run this; every figure is then None or empty.
         seconds: The slowest rank's wall time in each round.
         tokens_per_second, flops_per_second: Rates in the median round. FLOPs count the model's work; recomputation
             doesn't count.
@@ -55,7 +55,7 @@ class Row:
         bytes_predicted: The same bytes, predicted before the run.
         bytes_wire: Bytes per rank on the interfaces of the emulated cluster; None without a cluster.
         nodes: Number of nodes of the emulated cluster.
-        peak_memory: Peak bytes of the highest rank, minus the bytes resident before the engine was built.
+        peak_memory: Peak bytes of the highest rank, minus the bytes resident before the strategy was built.
         peak_resident: Peak bytes of the highest rank, everything resident included.
         error: Relative error against fp64 of the tensor closest to its ``bound``, at 512 tokens. For attention, also
             the error in random rows at this length.
@@ -63,7 +63,7 @@ class Row:
         timeline: Spans of one call, for each rank.
     """
 
-    engine: str
+    strategy: str
     seq_len: int
     world: int
     link: float | None = None
@@ -133,9 +133,9 @@ class Results:
     versions: dict[str, str] = field(default_factory=dict)
 
     def ratios_to_first(self, row: Row) -> list[float]:
-        """Return ``row``'s time divided by the first engine's, for each round.
+        """Return ``row``'s time divided by the first strategy's, for each round.
 
-        Both have the same length, ranks and link. The list is empty for the first engine itself, if the first engine
+        Both have the same length, ranks and link. The list is empty for the first strategy itself, or if that
         was wrong or refused, and without rounds.
         """
         place = (row.seq_len, row.world, row.link)

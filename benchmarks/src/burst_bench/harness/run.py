@@ -1,4 +1,4 @@
-"""Run a measurement over ranks: for each link rate and length, compare the engines and return rows of figures."""
+"""Run a measurement over ranks: for each link rate and length, compare the strategies and return rows of figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class World:
         self._rates: Rates | None = None  # with unlimited links
         self._kept = tempfile.TemporaryDirectory(prefix="burst-rates-")  # of what plans measure, by link
         self._judged: dict[Workload, dict[str, tuple[float, float]]] = {}
-        self._typical: dict[Workload, list[float]] = {}  # the engines' common results, by workload
+        self._typical: dict[Workload, list[float]] = {}  # the strategies' common results, by workload
 
     @classmethod
     @contextmanager
@@ -63,8 +63,8 @@ class World:
         Args:
             world: Number of ranks.
             cluster: (nodes, ranks per node) of an emulated cluster; None for plain processes.
-            calibrate: Measure ranks and links first, and adapt the rates to each limit of the links. Engines that plan
-                by predicted time then use these rates.
+            calibrate: Measure ranks and links first, and adapt the rates to each limit of the links. Plans then use
+                these rates.
             say: Function that reports progress.
         """
         with ExitStack() as stack:
@@ -74,11 +74,11 @@ class World:
             yield cls(pool, made, 1 if cluster is None else cluster[1], say, calibrates=calibrate)
 
     def rows(self, workload: Workload, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
-        """Return a row for each length, link and engine of ``workload``."""
+        """Return a row for each length, link and strategy of ``workload``."""
         return [row for seq_len in seq_lens for row in self._at(workload, seq_len, links)]
 
     def judge(self, workload: Workload) -> dict[str, tuple[float, float]]:
-        """Return (error against fp64, bound) of each engine; computed once for each kind of workload."""
+        """Return (error against fp64, bound) of each strategy; computed once for each kind of workload."""
         key = workload.at(CHECKED_TOKENS, rounds=1, resources=True, timeline=False)
         if key not in self._judged:
             self.say(f"{self.pool.world} ranks, {workload.task}: checking against fp64 at {CHECKED_TOKENS} tokens")
@@ -118,21 +118,21 @@ class World:
             alone = workload.resources and fresh
             at = workload.at(seq_len, resources=alone, interface=interface, rates=rates)
             by_rank = self._run(measure, at)
-            by_engine = {ranks[0].engine: list(ranks) for ranks in zip(*by_rank, strict=True)}
-            resources = by_engine if fresh else resources
-            typical = self._agreed(workload.at(seq_len), by_engine)
-            for spec, ranks in by_engine.items():
+            by_strategy = {ranks[0].strategy: list(ranks) for ranks in zip(*by_rank, strict=True)}
+            resources = by_strategy if fresh else resources
+            typical = self._agreed(workload.at(seq_len), by_strategy)
+            for spec, ranks in by_strategy.items():
                 yield self._row(workload.at(seq_len), link, ranks, resources[spec], typical, judged.get(spec))
         if self.cluster is not None:
             self.cluster.set_rate(None)
 
-    def _agreed(self, workload: Workload, by_engine: dict[str, list[Measurement]]) -> list[float]:
-        """Return the median over engines of each fingerprint.
+    def _agreed(self, workload: Workload, by_strategy: dict[str, list[Measurement]]) -> list[float]:
+        """Return the median over strategies of each fingerprint.
 
-        A single engine is compared with the median of an earlier comparison of several engines.
+        A single strategy is compared with the median of an earlier comparison of several strategies.
         """
-        key = replace(workload, engines=(), rounds=1, resources=False, timeline=False)
-        fingerprints = [ranks[0].fingerprints for ranks in by_engine.values() if ranks[0].fingerprints]
+        key = replace(workload, strategies=(), rounds=1, resources=False, timeline=False)
+        fingerprints = [ranks[0].fingerprints for ranks in by_strategy.values() if ranks[0].fingerprints]
         if len(fingerprints) > 1 or not self._typical.get(key):
             self._typical[key] = [_median([p.value for p in column]) for column in zip(*fingerprints, strict=True)]
         return self._typical[key]
@@ -151,8 +151,8 @@ class World:
         typical: list[float],
         judged: tuple[float, float] | None,
     ) -> Row:
-        spec = ranks[0].engine
-        row = Row(engine=spec, seq_len=workload.seq_len, world=self.pool.world, link=link, chosen=ranks[0].chosen)
+        spec = ranks[0].strategy
+        row = Row(strategy=spec, seq_len=workload.seq_len, world=self.pool.world, link=link, chosen=ranks[0].chosen)
         if ranks[0].refused or judged is None:
             return replace(row, refused=ranks[0].refused or f"can't do {CHECKED_TOKENS} tokens, so it was not checked")
         error, bound = _worst(workload, ranks[0], resources[0].sampled, typical, judged)
@@ -182,7 +182,7 @@ def _worst(
 ) -> tuple[float, float]:
     """Return the largest of three errors, with its bound.
 
-    They are against fp64 at a short length, fp64 in some rows at this length, and the other engines at this length.
+    They are against fp64 at a short length, fp64 in some rows at this length, and the other strategies at this length.
     """
     error, bound = judged
     if sampled is not None and not sampled <= error:
@@ -217,7 +217,7 @@ def results_of(
         rows: The rows.
         command: Command that repeats the run.
         cluster: (nodes, ranks per node) of the emulated cluster, or None.
-        by_rates: Whether the engines planned with rates measured before.
+        by_rates: Whether the strategies planned with rates measured before.
     """
     names = {"heads": "heads", "key-value heads": "kv_heads", "head dim": "head_dim", "dtype": "dtype"}
     if workload.task != "attention":

@@ -1,4 +1,4 @@
-"""The timed calls: one attention call, one training step, or one prefill, on one engine."""
+"""The timed calls: one attention call, one training step, or one prefill, on one strategy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from burst_train.engines import Engine, SequenceEngine
-from burst_train.engines.whole import whole_attention
+from burst_train.parallel import Parallelism, SequenceParallelism
+from burst_train.parallel.whole import whole_attention
 from burst_train.step.model import build_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,35 +27,35 @@ from .workload import Workload, random_qkv
 class Fingerprint(NamedTuple):
     """A tensor's product with a random tensor, and the size to which errors are relative.
 
-    All engines use the same random tensor.
+    All strategies use the same random tensor.
     """
 
     value: float
     size: float
 
 
-def refusal(workload: Workload, engine: Engine) -> str | None:
-    """Return why ``engine`` can't run ``workload`` over these ranks; None if it can."""
+def refusal(workload: Workload, parallelism: Parallelism) -> str | None:
+    """Return why ``parallelism`` can't run ``workload`` over these ranks; None if it can."""
     try:
-        engine.check(workload.sizes, workload.seq_len, dist.get_world_size())
+        parallelism.check(workload.sizes, workload.seq_len, dist.get_world_size())
     except ValueError as error:
         return str(error)
-    if workload.task == "attention" and not engine.posts:
-        return f"--engine {engine.name} exchanges around the attention, not within it; compare it in train or prefill"
-    if workload.task == "attention" and getattr(engine, "attention_chunks", 1) > 1:
-        return "attention_chunks cuts a model's layer, not one call; compare it in train or prefill"
+    if workload.task == "attention" and not parallelism.posts:
+        return (
+            f"--strategies {parallelism.name} exchanges around attention, not within it; compare it in train or prefill"
+        )
     return None
 
 
-def planned(engine: Engine, workload: Workload, group: Any) -> Plan:
-    """Return the engine's plan for the workload."""
+def planned(parallelism: Parallelism, workload: Workload, group: Any) -> Plan:
+    """Return the strategy's plan for the workload."""
     sizes = {"heads": workload.sizes, "dtype": workload.torch_dtype}
-    return engine.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=workload.rates, **sizes)
+    return parallelism.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=workload.rates, **sizes)
 
 
-def in_words(engine: Engine, plan: Plan, workload: Workload) -> str | None:
-    """Describe burst's plan: layout, Ulysses degree and what circulates; None for engines without a choice."""
-    if not isinstance(engine, SequenceEngine) or engine.name != "burst" or plan.world == 1:
+def in_words(parallelism: Parallelism, plan: Plan, workload: Workload) -> str | None:
+    """Describe what was chosen by ``auto``: layout, Ulysses degree and what circulates; None for other strategies."""
+    if not isinstance(parallelism, SequenceParallelism) or parallelism.name != "auto" or plan.world == 1:
         return None
     sizes = workload.sizes
     heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
@@ -71,12 +71,12 @@ class AttentionSubject:
         chosen: Description of the plan by :func:`in_words`.
     """
 
-    def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
-        self.plan = traced(planned(engine, workload, None), trace)
+    def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace) -> None:
+        self.plan = traced(planned(parallelism, workload, None), trace)
         self.workload, self.inputs = workload, random_qkv(workload, self.plan.positions)
-        self.attend = getattr(engine, "attend", whole_attention)
-        self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
-        self.chosen = in_words(engine, self.plan, workload)
+        self.attend = getattr(parallelism, "attend", whole_attention)
+        self.predicted = sum(parallelism.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
+        self.chosen = in_words(parallelism, self.plan, workload)
         self.results: list[Tensor] = []
 
     def run(self) -> None:
@@ -95,7 +95,7 @@ class AttentionSubject:
         assert all(schedule.program(circulate, direction, groups) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Return fingerprints of the last results; all correct engines have equal ones. Every rank must call it."""
+        """Return fingerprints of the last results; all correct strategies have equal ones. Every rank must call it."""
         positions = self.plan.positions
         totals = torch.zeros(len(self.results), 2, dtype=torch.float64)
         for n, result in enumerate(self.results):
@@ -120,30 +120,32 @@ class ModelSubject:
 
     Args:
         workload: Sizes of the model and of the sequence.
-        engine: The engine of the attention.
+        parallelism: How ranks share the sequence.
         trace: Trace that records exchanges.
-        groups: Number of groups of ranks that each compute the same; more than one for the engine ``single``.
+        groups: Number of groups of ranks that each compute the same; more than one for the strategy ``single``.
     """
 
-    def __init__(self, workload: Workload, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
+    def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace, *, groups: int = 1) -> None:
         self.groups = groups
-        self._engine, self._trace, self._mesh, everyone = engine, trace, *_meshes(groups)
+        self._parallelism, self._trace, self._mesh, everyone = parallelism, trace, *_meshes(groups)
         options = {"dtype": workload.torch_dtype, "mesh": self._mesh, "everyone": everyone, "seed": workload.seed}
-        self.model = build_model("tiny", llama_config(workload), engine, **options)
+        self.model = build_model("tiny", llama_config(workload), parallelism, **options)
         self._take(workload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
-        sent = engine.sent([self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype)
+        sent = parallelism.sent(
+            [self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype
+        )
         self.predicted = sum(sent) if workload.task == "train" else sent[0]
-        self.chosen = in_words(engine, self.plans[None], workload)
+        self.chosen = in_words(parallelism, self.plans[None], workload)
         self._loss = 0.0
         self._logits: Tensor | None = None
 
     def _take(self, workload: Workload) -> None:
         """Set the tokens of the next calls."""
-        plan = planned(self._engine, workload, self._mesh[CONTEXT])
+        plan = planned(self._parallelism, workload, self._mesh[CONTEXT])
         self.workload, self.plans = workload, Plans.by_windows(traced(plan, self._trace), [None], None)
         ids = random_ids(workload)
-        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        self.shard = self._parallelism.shard({"input_ids": ids, "labels": ids}, self.plans)
 
     def run(self) -> None:
         if self.workload.task == "prefill":
@@ -188,14 +190,14 @@ class ModelSubject:
 Subject = AttentionSubject | ModelSubject
 
 
-def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
-    """Return the subject of ``workload`` on ``engine``, which must support it. All ranks must call this."""
-    return (AttentionSubject if workload.task == "attention" else ModelSubject)(workload, engine, trace)
+def make_subject(workload: Workload, parallelism: Parallelism, trace: Trace) -> Subject:
+    """Return the subject of ``workload`` with ``parallelism``, which must support it. All ranks must call this."""
+    return (AttentionSubject if workload.task == "attention" else ModelSubject)(workload, parallelism, trace)
 
 
 @cache
 def _meshes(groups: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return meshes of this job's ranks, made once because each opens sockets; all engines share them."""
+    """Return meshes of this job's ranks, made once because each opens sockets; all strategies share them."""
     return make_mesh("cpu", data_parallel=groups), init_device_mesh("cpu", (dist.get_world_size(),))
 
 

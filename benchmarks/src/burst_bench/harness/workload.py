@@ -6,29 +6,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from burst_train.engines import Engine, Heads, choose, published
+from burst_train.parallel import Heads
 from torch import Tensor
 
-from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.rates import Rates
 
-SETTINGS = ("layout", "ulysses_degree", "cache_qkv", "chunks", "attention_chunks")
-_VALUES = {("cache_qkv", "yes"): True, ("cache_qkv", "no"): False}
 BLOCK = 4096  # positions per block of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Engines at one sequence length.
+    """Strategies at one sequence length.
 
     Attributes:
         task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
             up to the logits of the next token).
-        engines: Names of engines, with settings as :func:`engine_of` parses them.
+        strategies: Strategies, as :func:`burst_train.parallel.choose` takes them.
         seq_len: Tokens of the whole sequence.
-        rounds: Timed calls of each engine, in turns. With 0, the time comes from the separate call for ``resources``,
+        rounds: Timed calls of each strategy, in turns. With 0, the time comes from the separate call for ``resources``,
             which is slightly slower.
-        resources: First run each engine once alone, to count its bytes and measure its peak memory.
+        resources: First run each strategy once alone, to count its bytes and measure its peak memory.
         timeline: Record a timeline of each rank in one more call.
         interface: Interface of the emulated cluster whose byte counter is read around each call; None without a
             cluster.
@@ -39,7 +36,7 @@ class Workload:
     """
 
     task: str = "attention"
-    engines: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     seq_len: int
     rounds: int = 3
     resources: bool = True
@@ -98,39 +95,6 @@ class Workload:
         layers = self.layers * (attention + s * projections)
         head = 2 * self.hidden * self.vocabulary
         return float(layers + head) if self.task == "prefill" else 3.0 * (layers + s * head)
-
-
-def engine_of(spec: str) -> Engine:
-    """Return the engine that a text names, with a layout and settings after a colon.
-
-    Examples: ``ring``, ``ring:contiguous``, ``usp:ulysses_degree=4``, ``burst:contiguous,cache_qkv=no,chunks=2``, and
-    ``burst:published`` for the paper's own strategy. ``burst:attention_chunks=4`` computes a layer's heads in 4 chunks.
-
-    Raises:
-        ValueError: No engine has this name, or the engine lacks a setting.
-    """
-    name, _, settings = spec.partition(":")
-    if spec == "burst:published":
-        return published()
-    options: dict[str, Any] = {}
-    for part in settings.split(",") if settings else ():
-        key, sign, text = part.partition("=")
-        key, text = (key, text) if sign else ("layout", key)
-        if key in options or key not in SETTINGS or (name != "burst" and key not in SETTINGS[:2]):
-            raise ValueError(
-                f"{spec}: {part} is no setting of {name}. Give at most a layout and ulysses_degree=N, and for burst "
-                "cache_qkv=yes or no, chunks=N and attention_chunks=N, with commas, such as burst:ulysses_degree=4"
-            )
-        options[key] = text if key == "layout" or text == "auto" else _VALUES.get((key, text), text)
-        if key not in ("layout", "cache_qkv") and text.isdecimal():
-            options[key] = int(text)
-        elif key != "layout" and options[key] not in (True, False, "auto"):
-            wanted = "yes or no" if key == "cache_qkv" else "a number"
-            raise ValueError(f"{spec}: {key}={text} must be {wanted}, or auto")
-    heads = options.pop("attention_chunks", 1)
-    if heads == "auto" or heads < 1:
-        raise ValueError(f"{spec}: attention_chunks={heads} must be a number, at least 1")
-    return choose(name, strategy=Strategy(**options), attention_chunks=heads)
 
 
 def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:

@@ -15,11 +15,9 @@ from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
-from burst_train.engines.ulysses import ulysses_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from burst_attention import Hardware, make_plan
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.strategy import NAMED, Strategy
 
@@ -90,18 +88,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ulysses(Variant):
-    """DeepSpeed-Ulysses as ``burst train --engine ulysses`` runs it."""
-
-    name: str = "Ulysses engine"
-
-    def build(self, workload: Workload) -> Call:
-        plan = make_plan(workload.seq_len, strategy=Strategy(layout="contiguous"), hardware=Hardware(rates="preset"))
-        begin = by_autograd(partial(ulysses_attention, plan=plan))
-        return Call(begin=begin, positions=plan.positions)
-
-
 def positions(order: str, seq_len: int, world: int, ulysses: int, rank: int) -> Tensor:
     """Return int64 [S / W]: global positions of ``rank``'s tokens, in the order in which it holds them."""
     ring = Layout(order, seq_len, world // ulysses)
@@ -110,10 +96,10 @@ def positions(order: str, seq_len: int, world: int, ulysses: int, rank: int) -> 
 
 def refusal(variant: Variant, world: int, workload: Workload) -> str | None:
     """Return the known reason why ``variant`` can't run, or None."""
-    if isinstance(variant, Ours | OneProcess):
-        return None
+    if variant.name == ULYSSES and (workload.heads % world or workload.kv_heads % world):
+        return f"needs a multiple of {world} heads"
     if not isinstance(variant, Theirs):
-        return f"needs a multiple of {world} heads" if workload.heads % world or workload.kv_heads % world else None
+        return None
     if importlib.util.find_spec(variant.package) is None:
         return f"not installed: pip install {REQUIREMENTS[variant.package]}"
     needs_flash = workload.device == "cuda" and variant.package in FLASH_ATTN
@@ -164,14 +150,14 @@ def _yunchang_ulysses() -> Attention:
 
 Planned = partial(Ours, strategy=Strategy())
 CALIBRATED = "burst, calibrated"
-OURS, STRONGEST = "burst", "ring-flash-attn zigzag"
+OURS, ULYSSES, STRONGEST = "burst", "Ulysses", "ring-flash-attn zigzag"
 VARIANTS = (
     Planned(name=OURS),
     Planned(name=CALIBRATED),
     OneProcess(),
-    Ulysses(),
+    Ours(name=ULYSSES, strategy=NAMED["ulysses"]),
     Ours(name="burst, heads whole"),
-    Ours(name="burst, as RingAttention", strategy=NAMED["ring-attention"]),
+    Ours(name="burst, as RingAttention", strategy=NAMED["zigzag-ring"]),
     Theirs(name="ring-flash-attn basic", function=partial(_ring_flash_attn, "ring_flash_attn_func")),
     Theirs(name=STRONGEST, function=partial(_ring_flash_attn, "zigzag_ring_flash_attn_func"), order="zigzag"),
     Theirs(

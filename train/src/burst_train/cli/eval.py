@@ -16,7 +16,7 @@ from rich.table import Table
 from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 
-from ..step.evaluation import EngineResult, EvalConfig, Evaluation
+from ..step.evaluation import EvalConfig, Evaluation, StrategyResult
 from . import train
 from .preflight import check_evaluation
 
@@ -28,9 +28,9 @@ PIPED_WIDTH = 160  # columns of the table when the output is not a terminal
 def main(arguments: list[str]) -> int:
     """Run ``burst eval`` and return the exit status.
 
-    The status is 0 if an engine ran, 1 if one failed, and 2 if the arguments are refused.
+    The status is 0 if a strategy ran, 1 if one failed, and 2 if the arguments are refused.
     """
-    config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments), registry=numbers())
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments, registry=numbers())
     launch.prepare("burst_train.step.evaluate")
     try:
         config.check()
@@ -65,7 +65,7 @@ def _evaluate(config: EvalConfig) -> None:
 
 
 class EvaluationScreen(ExitStack):
-    """Show progress while engines run: a bar on a terminal, otherwise occasional lines."""
+    """Show progress while strategies run: a bar on a terminal, otherwise occasional lines."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -73,48 +73,48 @@ class EvaluationScreen(ExitStack):
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
-    def progress(self, engine: str, done: int, of: int) -> None:
-        """Report that ``done`` of ``of`` sequences of an engine are evaluated."""
+    def progress(self, strategy: str, done: int, of: int) -> None:
+        """Report that ``done`` of ``of`` sequences of a strategy are evaluated."""
         if not self._console.is_terminal:
             if done < of and self._clock() - self._last >= QUIET:
                 self._last = self._clock()
-                self._console.print(f"{engine}: {done:,} of {of:,} sequences")
+                self._console.print(f"{strategy}: {done:,} of {of:,} sequences")
             return
         if self._bar is None:
             self._bar = self.enter_context(Progress(console=self._console, transient=True))
-        if engine not in self._tasks:
-            self._tasks[engine] = self._bar.add_task(engine, total=of)
-        self._bar.update(self._tasks[engine], completed=done, refresh=True)
+        if strategy not in self._tasks:
+            self._tasks[strategy] = self._bar.add_task(strategy, total=of)
+        self._bar.update(self._tasks[strategy], completed=done, refresh=True)
 
-    def result(self, result: EngineResult) -> None:
-        """Report an engine that has finished."""
-        if self._bar is not None and result.engine in self._tasks:
-            self._bar.remove_task(self._tasks.pop(result.engine))
-        self._console.print(f"{result.engine}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
+    def result(self, result: StrategyResult) -> None:
+        """Report a strategy that has finished."""
+        if self._bar is not None and result.strategy in self._tasks:
+            self._bar.remove_task(self._tasks.pop(result.strategy))
+        self._console.print(f"{result.strategy}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
 
 
-def table(config: EvalConfig, results: list[EngineResult]) -> Table:
-    """Return a table with one row per engine; if an engine refused, its row says why."""
+def table(config: EvalConfig, results: list[StrategyResult]) -> Table:
+    """Return a table with one row per strategy; if one refused, its row says why."""
     ran = [result for result in results if result.refused is None]
     title = (
         f"{config.model}, {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else config.model
     )
     shown = Table(title=escape(title))
-    for name in ("engine", "loss", "perplexity", "tokens", "seconds"):
-        shown.add_column(name, justify="left" if name == "engine" else "right")
+    for name in ("strategy", "loss", "perplexity", "tokens", "seconds"):
+        shown.add_column(name, justify="left" if name == "strategy" else "right")
     shown.add_column("greatest difference", justify="right")
     if len(ran) < len(results):
         shown.add_column("refused")
     for result in results:
-        shown.add_row(result.engine, *_figures(result), *([escape(result.refused)] if result.refused else []))
+        shown.add_row(result.strategy, *_figures(result), *([escape(result.refused)] if result.refused else []))
     reference = ran[0].reference if ran else None
     shown.caption = f"difference: a token's log-likelihood against that of {reference}, in nats"
     return shown
 
 
-def _figures(result: EngineResult) -> list[str]:
+def _figures(result: StrategyResult) -> list[str]:
     if result.loss is None:
         return ["-"] * 5
-    apart = "reference" if result.engine == result.reference else f"{result.greatest_difference:.1e}"
+    apart = "reference" if result.strategy == result.reference else f"{result.greatest_difference:.1e}"
     loss, perplexity = f"{result.loss:.6f}", f"{result.perplexity:,.4f}"
     return [loss, perplexity, f"{result.tokens:,}", f"{result.seconds:,.1f}", apart]

@@ -18,19 +18,15 @@ from burst_attention.attention.hardware import resolve_rates
 from burst_attention.cli.flags import Count, Length, Name, Positive, check_settings, number, require, whole
 from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
-from burst_attention.plan.assignment import CirculateOrAuto
-from burst_attention.plan.layout import BALANCED, LayoutOrAuto
-from burst_attention.plan.route import RouteOrAuto
+from burst_attention.plan.layout import BALANCED
 
-from ..config import PackingName, check_balanced
-from ..forecast.forecast import Forecast, forecasts, savings
+from ..config import PackingName, check_balanced, check_strategy
+from ..forecast.forecast import Forecast, forecasts, recommended, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
-from ..forecast.models import Model
-from ..forecast.named import KINDS, model_of
+from ..forecast.models import Model, model_of
 from ..forecast.request import Cluster, ForecastRequest
 from ..memory import Offload, OptimizerName
-from .plan_page import page
-from .plan_words import SAVING, as_dict, assumptions, command, headline, rows, saving_rows, verdict
+from .plan_words import SAVING, SHORT, as_dict, assumptions, command, headline, rows, saving_rows, short_rows, verdict
 
 COMMAND = "burst plan"
 MOST_PLANNED = 1 << 16
@@ -42,10 +38,10 @@ Share = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 a
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments:
-    """Predict a training step's time, traffic and memory for each engine.
+    """Predict a training step's time, traffic and memory for each strategy.
 
-    The command starts no ranks and downloads nothing. Numbers may end in K or M (powers of 1024): 128K, 1M. The model
-    is Llama 3 8B by default. Use --model for another model, or --q-heads for attention only.
+    The command starts no ranks. Numbers may end in K or M (powers of 1024): 128K, 1M. The model is Llama 3 8B by
+    default. Use --model for another model, or --q-heads for attention only.
     """
 
     seq_len: Length
@@ -57,7 +53,7 @@ class PlanArguments:
     hardware: Name | None = None
     """A preset such as h100-hgx+ethernet-100g, or a file of burst calibrate. Default: its saved file, else a preset."""
     model: Name | None = None
-    """A known model name such as llama-3-8b, a folder with a config.json, or a config.json file."""
+    """A preset such as llama-3-8b, or the folder or hub name of a model. Only its config.json is read."""
     q_heads: Count | None = None
     """Query heads. Plans attention only; do not combine with --model."""
     kv_heads: Count | None = None
@@ -78,21 +74,15 @@ class PlanArguments:
     documents: Count = 1
     """Number of documents packed into the sequence, all of equal length."""
     packing: PackingName = "sequence"
-    """Packing of the burst engine, as for burst train. balanced: all ranks share the --batch packed sequences."""
-    layout: LayoutOrAuto = "auto"
-    """Layout of the burst engine, as for burst train. auto: the layout that is predicted to be fastest."""
-    route: RouteOrAuto = "auto"
-    """Route of the burst engine, as for burst train. auto: the route that is predicted to be fastest."""
-    circulate: CirculateOrAuto = "auto"
-    """Tensors that circulate in the burst engine's backward. auto: the fastest choice by prediction."""
-    ulysses_degree: Count | None = None
-    """Ulysses degree of the burst engine: heads are split into this many groups. Default: the fastest by prediction."""
+    """As for burst train. balanced: all ranks share the --batch packed sequences."""
+    strategy: Name = "auto"
+    """The strategy to plan for, as for burst train; others are compared with it. auto: the fastest by prediction."""
     remat: RematOrAuto = "auto"
     """Activations to recompute. auto: the policy that recomputes least and still fits."""
     mlp_chunks: Count = 1
     """Chunks of tokens in feed-forward layers and norms, as for burst train."""
     attention_chunks: Count = 1
-    """Chunks of heads in each layer's attention, as for burst train (burst and ring)."""
+    """Chunks of heads in each layer's attention, as for burst train."""
     offload: Offload = "none"
     """Where recomputed layers' inputs are kept, as for burst train: none, host or disk:DIR."""
     optimizer: OptimizerName = "adamw"
@@ -111,8 +101,8 @@ class PlanArguments:
     """Rate of a rank's share of the disk that --offload disk:DIR uses, in GB/s. Default: 3."""
     json: Name | None = None
     """Write all figures to this JSON file."""
-    html: Name | None = None
-    """Write a web page to this file: schedule, messages between ranks, time and memory."""
+    all: bool = False
+    """Print all figures of all strategies, their commands, options that save memory, and the assumptions."""
 
     def check(self) -> None:
         """Raise ValueError if an argument is invalid or contradicts another."""
@@ -130,7 +120,9 @@ class PlanArguments:
             f"is more than --seq-len {self.seq_len}; lower it",
         )
         if self.packing == "balanced":
-            check_balanced(self.layout, self.batch)
+            check_balanced(self.strategy, self.batch)
+        check_strategy(self.strategy, "strategy")
+        require(self.strategy != "single", "strategy", self.strategy, "shares no sequence; choose another")
         require(self.causal or self.window is None, "window", self.window, "needs a causal mask; leave --no-causal out")
         most = self.nodes is None or self.nodes <= self.ranks
         require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}; each node needs at least one rank")
@@ -138,10 +130,8 @@ class PlanArguments:
             held = -(-self.ranks // -(-self.ranks // self.nodes))
             some = f"can't hold {self.ranks} ranks with only the last node not full; use {held}"
             require(held == self.nodes, "nodes", self.nodes, some)
-        for name in ("json", "html"):
-            given = getattr(self, name)
-            can = given is None or (Path(given).absolute().parent.is_dir() and not Path(given).is_dir())
-            require(can, name, given, "can't be written; name a file in an existing folder")
+        can = self.json is None or (Path(self.json).absolute().parent.is_dir() and not Path(self.json).is_dir())
+        require(can, "json", self.json, "can't be written; name a file in an existing folder")
         if self.q_heads is None:
             for name in ("kv_heads", "head_dim", "v_head_dim", "layers"):
                 alone = "is for attention only; give --q-heads with it, or leave it out: a model has this size already"
@@ -165,11 +155,6 @@ class PlanArguments:
             ValueError: the model or the hardware is unknown.
         """
         model = None if self.q_heads is not None else model_of(self.model or DEFAULT_MODEL)
-        if model is not None and model.measured:
-            for name in ("mlp_chunks", "attention_chunks", "offload"):
-                given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-                only = f"is predicted for {', '.join(KINDS)} only, not for a {model.family}; leave it out"
-                require(given == default, name, given, only)
         joined = self.batch if self.packing == "balanced" else 1
         documents, seq_len = joined * self.documents, joined * self.seq_len
         borders = tuple(n * seq_len // documents for n in range(documents + 1))
@@ -190,16 +175,14 @@ class PlanArguments:
             offload=self.offload,
             optimizer=self.optimizer,
             optimizer_offload=self.optimizer_offload,
-            layout=BALANCED if joined > 1 else self.layout,
-            route=self.route,
-            ulysses_degree="auto" if self.ulysses_degree is None else self.ulysses_degree,
-            circulate=self.circulate,
+            strategy=self.strategy,
+            layout=BALANCED if joined > 1 else "auto",
         )
 
     def _sizes(self, model: Model | None) -> Mapping[str, Any]:
         if model is not None:
-            names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "layers")
-            return {name: getattr(model, name) for name in names}
+            names = ("q_heads", "kv_heads", "head_dim", "v_head_dim")
+            return {name: getattr(model.heads, name) for name in names} | {"layers": model.layers}
         return {
             "q_heads": self.q_heads,
             "kv_heads": self.kv_heads or self.q_heads,
@@ -239,28 +222,37 @@ def main(arguments: list[str]) -> int:
         notes = [*assumptions(request, found)]
         if parsed.json:
             Path(parsed.json).write_text(json.dumps(as_dict(request, found, saving, notes), indent=1) + "\n", "utf-8")
-        if parsed.html:
-            drawn = page(headline(request), verdict(request, found), [*rows(request, found)], request, found, notes)
-            Path(parsed.html).write_text(drawn, "utf-8")
     except (ValueError, OSError) as error:
         return launch.print_error(COMMAND, error)
-    _show(request, found, saving, notes)
+    console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{headline(request)}[/]")
+    table = Table(*(Column(name, no_wrap=True) for name in SHORT))
+    for line in short_rows(request, found):
+        table.add_row(*line)
+    console.print(table)
+    best = recommended(found, saving)
+    wide.print(f"[bold]{verdict(request, found, saving)}[/]")
+    if best is not None and best.flags:
+        wide.print(command(request, best.flags), markup=False)
+    if parsed.all:
+        _show_all(console, wide, request, found, saving, notes)
     return 0
 
 
-def _show(
-    request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]], notes: list[str]
+def _show_all(
+    console: Console,
+    wide: Console,
+    request: ForecastRequest,
+    found: list[Forecast],
+    saving: list[tuple[str, Forecast]],
+    notes: list[str],
 ) -> None:
-    console = Console(highlight=False)
-    console.print(f"[bold]{headline(request)}[/]")
-    names = ("per rank and step", *(each.engine for each in found if not each.refused))
+    names = ("per rank and step", *(each.strategy for each in found if not each.refused))
     for table in _tables(names, [*rows(request, found)], console.width):
         console.print(table)
-    wide = Console(highlight=False, soft_wrap=True)
     for each in found:
         if each.refused:
-            wide.print(f"{each.engine}: not possible: {each.refused}", markup=False)
-    wide.print(f"[bold]{verdict(request, found)}[/]")
+            wide.print(f"{each.strategy}: not possible: {each.refused}", markup=False)
     if saving:
         table = Table(*(Column(name, no_wrap=True) for name in SAVING))
         for line in saving_rows(request, saving):
@@ -269,13 +261,13 @@ def _show(
     for each in found:
         if not each.refused:
             run = f": {command(request, each.flags)}" if each.flags else ""
-            wide.print(f"{each.engine}, {each.way}{run}", markup=False)
+            wide.print(f"{each.strategy}, {each.way}{run}", markup=False)
     for note in notes:
         wide.print(f"- {note}", markup=False)
 
 
 def _tables(names: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """Yield tables of at most ``width`` characters, each with as many engines as fit; no word is broken."""
+    """Yield tables of at most ``width`` characters, each with as many strategies as fit; no word is broken."""
     widths = [max(len(name), *(len(line[n]) for line in lines)) + 3 for n, name in enumerate(names)]
     first = 1
     while first < len(names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from burst_attention.planner.choice import WORTH
@@ -11,10 +11,11 @@ from burst_attention.planner.choice import WORTH
 from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
-from ..forecast.models import Model
+from ..forecast.models import FORMULA
 from ..forecast.request import ForecastRequest
 
-# Columns of saving_rows: options of burst; tokens; layer inputs outside the device; tokens/s at the given length.
+SHORT = ("strategy", "step time", "tokens/s per rank", "memory", "verdict")
+# Columns of saving_rows: options; tokens; layer inputs outside the device; tokens/s at the given length.
 SAVING = ("options, added one by one", "longest", "offloaded", "tokens/s per rank")
 
 
@@ -34,39 +35,57 @@ def headline(request: ForecastRequest) -> str:
     )
 
 
-def verdict(request: ForecastRequest, found: list[Forecast]) -> str:
+def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each strategy: its name and the columns of :data:`SHORT`."""
+    for each in found:
+        if each.refused:
+            yield each.strategy, "-", "-", "-", "not possible (--all says why)"
+            continue
+        fits = {None: "memory unknown", True: "fits", False: "does not fit"}[each.fits]
+        remat = f" with --remat {each.remat}" if each.fits and request.model and each.remat != "none" else ""
+        needs = "unknown" if each.bytes is None else bytes_text(each.bytes)
+        yield each.strategy, seconds_text(each.seconds), digits(each.tokens_per_second), needs, fits + remat
+
+
+def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
     """Return the recommendation, and whether it fits in memory."""
-    best = recommended(found)
+    first, best = fastest(found), recommended(found, saving)
     if best is None:
-        best = max((each for each in found if not each.refused), key=lambda each: each.longest or 0)
-        needs = bytes_text(sum(best.memory[best.remat].values()))
-        remat = f" with --remat {best.remat}" if request.model and best.remat != "none" else ""
-        longest = (
-            f"the longest sequence that fits is {longest_text(best.longest)} tokens"
-            if best.longest
-            else "no sequence length fits"
-        )
-        remedies = ["more ranks", "a shorter --seq-len"]
-        if request.model and request.offload == "none":
-            remedies.insert(1, "the options below")
-        why = f"It does not fit: {best.engine} needs {needs} per rank{remat}; {longest}."
-        return f"{why} Use {', '.join(remedies[:-1])} or {remedies[-1]}."
-    text = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} per step"
-    first = fastest(found)
+        return _does_not_fit(request, found, saving)
+    text = f"Recommended: {best.strategy} ({best.way}), {seconds_text(best.seconds)} per step"
     if first is not None and first is not best:
         text += (
-            f" ({first.engine} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
+            f" ({first.strategy} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
             f"{WORTH - 1:.0%} is within the error of these predictions)"
         )
-    if best.fits is None:
-        return f"{text}. Give --device-memory to check whether it fits."
-    needs = bytes_text(sum(best.memory[best.remat].values()))
-    remat = f" with --remat {best.remat}" if request.model and best.remat != "none" else ""
-    return f"{text}. It fits{remat}: {needs} of {bytes_text(request.cluster.device.memory or 0)} per rank."
+    if best.bytes is None or request.limit is None:
+        unknown = "--device-memory" if request.limit is None else ""
+        advice = f"Give {unknown} to check whether it fits" if unknown else "No formula gives its memory: try one step"
+        return f"{text}. {advice}."
+    added = [] if first is not None else [flags for flags, each in saving[: _index(saving, best) + 1]]
+    remat = [f"--remat {best.remat}"] if not added and request.model and best.remat != "none" else []
+    needed = f" with {' '.join(added or remat)}" if added or remat else ""
+    memory = bytes_text(request.cluster.device.memory or 0)
+    return f"{text}. It fits{needed}: {bytes_text(best.bytes)} of {memory} per rank."
+
+
+def _index(saving: list[tuple[str, Forecast]], best: Forecast) -> int:
+    return next(n for n, (_, each) in enumerate(saving) if each is best)
+
+
+def _does_not_fit(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
+    able = [each for each in found if not each.refused] + [each for _, each in saving]
+    best = max(able, key=lambda each: each.longest or 0)
+    fits = f"the longest sequence that fits is {longest_text(best.longest)} tokens" if best.longest else ""
+    options = " even with all options that save memory" if saving else ""
+    return (
+        f"It does not fit{options}: {best.strategy} needs {bytes_text(best.bytes or 0)} per rank; "
+        f"{fits or 'no sequence length fits'}. Use more ranks or a shorter --seq-len."
+    )
 
 
 def rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
-    """Yield the table's rows: a figure's name, then its value for each engine."""
+    """Yield the table's rows: a figure's name, then its value for each strategy."""
     able = [each for each in found if not each.refused]
 
     def row(name: str, tell: Any) -> tuple[str, ...]:
@@ -91,7 +110,7 @@ def rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str,
         yield row(name, lambda x, r=remat: bytes_text(sum(x.memory[r].values())) if r in x.memory else "-")
     if model:
         yield row("chosen --remat", lambda x: x.remat)
-    for part in able[0].memory[able[0].remat] if able else ():
+    for part in able[0].memory.get(able[0].remat, ()) if able else ():
         yield row(f" at the peak: {part}", lambda x, p=part: bytes_text(x.memory[x.remat][p]))
     yield row("fits", lambda x: {None: "unknown", True: "yes", False: "no"}[x.fits])
     yield row("longest sequence that fits", lambda x: "unknown" if x.longest is None else longest_text(x.longest))
@@ -123,7 +142,7 @@ def as_dict(
     request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]], notes: list[str]
 ) -> Mapping[str, Any]:
     """Return all figures as plain values in seconds, bytes and FLOP."""
-    best = recommended(found)
+    best = recommended(found, saving)
     return {
         "asked": headline(request),
         "seq_len": request.seq_len // request.joined,
@@ -131,17 +150,13 @@ def as_dict(
         "ranks": request.cluster.ranks,
         "ranks_of_a_node": request.cluster.per_node,
         "rates": request.cluster.rates.as_dict(),
-        "model": None if request.model is None else _sizes_of(request.model) | {"parameters": request.model.size},
+        "model": None if request.model is None else {"name": request.model.name, "parameters": request.model.size},
         "flops_of_a_step": request.flops,
-        "recommended": None if best is None else best.engine,
-        "engines": [asdict(each) | {"seconds": each.seconds} for each in found],
+        "recommended": None if best is None else best.strategy,
+        "strategies": [asdict(each) | {"seconds": each.seconds} for each in found],
         "savings": [{"flags": flags, "longest": each.longest, "step": each.seconds} for flags, each in saving],
         "assumptions": notes,
     }
-
-
-def _sizes_of(model: Model) -> dict[str, Any]:
-    return {each.name: getattr(model, each.name) for each in fields(model) if each.repr}
 
 
 def assumptions(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
@@ -155,7 +170,7 @@ def assumptions(request: ForecastRequest, found: list[Forecast]) -> Iterator[str
     }
     yield f"Rates of {rates.name}: {rates.source}.{notes[min(unmeasured, 2)]}"
     for few, many in sorted({each.standing for each in found if each.standing}):
-        names = ", ".join(each.engine for each in found if each.standing == (few, many))
+        names = ", ".join(each.strategy for each in found if each.standing == (few, many))
         yield (
             f"The attention of {names} is not simulated over all {cluster.ranks:,} ranks: it is extrapolated from "
             f"simulations of {few} and {many} ranks, with the same tokens per rank and ranks per node."
@@ -196,7 +211,7 @@ def command(request: ForecastRequest, flags: str) -> str:
 def _of_a_model(request: ForecastRequest) -> Iterator[str]:
     cluster, model, io = request.cluster, request.model, request.dtype.itemsize
     assert model is not None
-    yield f"{model.name}: {digits(model.size / 1e9)} billion parameters; sizes from the config.json of {model.source}."
+    yield f"{model.name}: {digits(model.size / 1e9)} billion parameters, read from transformers' model without weights."
     if io == 2 and cluster.device.peak is not None:
         how = (
             f"{cluster.efficiency:.0%} of the {flops_text(cluster.device.peak)}/s of the matrix units "
@@ -221,20 +236,14 @@ def _of_a_model(request: ForecastRequest) -> Iterator[str]:
         "(--disk-rate); both are assumed."
     )
     yield "--optimizer-offload: its copies and AdamW on the host take no time in these figures."
-    yield "Mixture-of-experts models are not supported; a model with experts is refused."
     yield (
-        "Only burst and ring can keep attention results (--remat keep-attention). To compare engines by their "
+        "tensor-sequence can't keep attention results (--remat keep-attention). To compare strategies by their "
         "exchanges, compare steps with the same --remat."
     )
-    if model.measured:
+    if not model.predicted:
         yield (
-            f"A {model.family} has no formula here: parameters, products, attention layers and memory were read "
-            "from transformers' model without its weights. Element-wise operations count as in a Llama of these "
-            "sizes. Recurrent layers count by formula; their states' exchanges are not counted. Activations of more "
-            "tokens than that run had are scaled."
+            f"The memory of a {model.family} is not predicted, only that of {', '.join(FORMULA)}. Element-wise "
+            "operations count as in a Llama of these sizes. Recurrent layers count by formula, without their exchanges."
         )
         return
-    yield (
-        "Memory comes from the formula for what burst train predicts before it starts. For ulysses, usp and "
-        "tensor-sequence burst train predicts none; a simpler formula is used here."
-    )
+    yield "Memory comes from the formula for what burst train predicts before it starts."

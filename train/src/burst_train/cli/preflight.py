@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burst_attention.plan.strategy import Strategy
+
 from ..config import TrainConfig
 from ..data.sequences import open_sequences
 from ..data.tokenizer import BYTES
-from ..memory import KEEPING, binary_text, check_fits, free_memory, parts_text
+from ..memory import binary_text, check_fits, free_memory, parts_text
+from ..parallel import FOREIGN, choose
 from ..presets import PRESETS
 from ..run.tracking import check_tracking
 from ..step.evaluation import EvalConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from ..engines import Engine
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Start:
 
     Attributes:
         lines: to print, one by one.
-        memory: predicted peak of a rank's tensors in bytes, by part. None if the engine has no prediction.
+        memory: predicted peak of a rank's tensors in bytes, by part. None if the strategy has no prediction.
     """
 
     lines: tuple[str, ...]
-    memory: dict[str, int] | None
+    memory: Mapping[str, int] | None
 
 
 def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
@@ -56,7 +58,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
 
         check_optimizer(config)
     name, data, parallel = config.model.model, config.data, config.parallel
-    loaded = _load(name, layout=parallel.how["strategy"].layout)
+    loaded = _load(name, layout=getattr(choose(**config.how), "strategy", Strategy()).layout)
     reader, tokenizer = open_sequences(config)
     from ..step.model import model_config
 
@@ -75,46 +77,66 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
                 f"--held-out {data.held_out} of --data {data.data!r} leaves {length} tokens to evaluate, "
                 f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
             )
-    from ..engines import Heads, choose
+    from ..parallel import Heads
 
-    engine = choose(**config.how)
+    shared = choose(**config.how)
     for length in lengths:
-        engine.check(Heads.of(model), length, sharing)
+        shared.check(Heads.of(model), length, sharing)
     _check_weights(name)
-    parts = predict_call(config, model, engine, world)
+    parts = predict_memory(config, model, world)
     if parts is not None and parallel.device != "cuda":
         check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
     return Start(_first_lines(config, model, positions, parts), parts)
 
 
-def predict_call(config: TrainConfig, model: PreTrainedConfig, engine: Engine, world: int) -> dict[str, int] | None:
-    """Predict a run's memory by :func:`burst_train.forecast.footprint.training_memory`."""
-    from ..forecast.footprint import training_memory
+def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int] | None:
+    """Predict the bytes of a rank's tensors at the peak of a step; None if no formula gives them."""
+    from burst_attention.attention.hardware import known_rates, usual_rates
 
-    rows, tokens = config.micro_batch
-    return training_memory(
-        model,
-        engine=engine,
+    from ..forecast.forecast import step_memory
+    from ..forecast.machines import Device
+    from ..forecast.models import FORMULA, Model
+    from ..forecast.request import Cluster, ForecastRequest
+
+    if config.model.lora is not None or model.model_type not in FORMULA:
+        return None
+    (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
+    on_gpus, sizes = config.parallel.device == "cuda", Model.of(model, config.model.model)
+    rates = known_rates(None, on_gpus=on_gpus, world=world // groups) or usual_rates(on_gpus=on_gpus)
+    request = ForecastRequest(
         seq_len=tokens,
-        world=world,
-        groups=config.parallel.data_parallel,
+        cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
+        model=sizes,
+        q_heads=sizes.heads.q_heads,
+        kv_heads=sizes.heads.kv_heads,
+        head_dim=sizes.heads.head_dim,
+        groups=groups,
         batch=rows,
-        accumulate=config.sequences_per_step // (config.parallel.data_parallel * config.optim.batch),
         dtype=config.model.compute_dtype(config.parallel.device),
-        memory=config.memory,
-        lora=config.model.lora,
+        borders=(0, tokens) if config.joins else None,
+        joined=config.optim.batch if config.joins else 1,
+        accumulates=config.sequences_per_step > groups * config.optim.batch,
+        remat=saving.remat,
+        mlp_chunks=saving.mlp_chunks,
+        attention_chunks=saving.attention_chunks,
+        offload=saving.offload,
+        optimizer=saving.optimizer,
+        optimizer_offload=saving.optimizer_offload,
+        strategy=config.parallel.strategy,
     )
+    return step_memory(request) or None
 
 
 def _first_lines(
-    config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: dict[str, int] | None
+    config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: Mapping[str, int] | None
 ) -> tuple[str, ...]:
     name, data, parallel = config.model.model, config.data, config.parallel
-    ours = parallel.engine in KEEPING
+    ours = parallel.strategy not in FOREIGN
     kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto (one proven on the GPU)"
     own = BYTES if name in PRESETS else f"{name}'s own"
     lines = [
-        f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, engine {parallel.engine}, kernel {kernel}"
+        f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, strategy {parallel.strategy}, "
+        f"kernel {kernel}"
     ]
     if config.model.max_positions is not None:
         before = "" if positions is None else f", in place of {positions:,}"
@@ -122,14 +144,14 @@ def _first_lines(
             f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as in the model's configuration"
         )
     if parts is None:
-        return (f"memory is not predicted for this model with --engine {parallel.engine}", *lines)
+        return ("memory is not predicted for this model and these flags", *lines)
     process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
     counted = f"tensors of a rank: {binary_text(sum(parts.values()))} ({parts_text(parts)})"
     return (f"predicted peak memory of the {counted}; not included: {process}", *lines)
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:
-    """Check that ``world`` ranks can evaluate ``config`` with at least one of its engines.
+    """Check that ``world`` ranks can evaluate ``config`` with at least one of its strategies.
 
     Reads only the data of the first sequence.
 
@@ -137,7 +159,7 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
         ValueError: the evaluation can't start; the message names the first flag that prevents it.
     """
     config.check()
-    from ..engines import Heads
+    from ..parallel import Heads
     from ..step.evaluate import nothing_to_evaluate, refusal
     from ..step.model import model_config
 
@@ -149,9 +171,9 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)
-    refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
+    refused = [refusal(name, heads, len(first.tokens), world) for name in config.strategies]
     if all(refused):
-        raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
+        raise ValueError(f"none of --strategies {' '.join(config.strategies)} can run: {'; '.join(map(str, refused))}")
     _check_weights(config.model)
 
 

@@ -45,7 +45,8 @@ class Screen:
         )
         self.console.print(
             f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"engine {parallel.engine}, to {escape(config.run.out)}" + (f", resuming after step {done}" if done else "")
+            f"strategy {parallel.strategy}, to {escape(config.run.out)}"
+            + (f", resuming after step {done}" if done else "")
         )
         if self.console.is_terminal:
             self._bar = Progress(

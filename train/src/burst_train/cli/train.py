@@ -188,7 +188,7 @@ def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig
     )
 
 
-def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
+def _train(memory: Mapping[str, int] | None, config: TrainConfig) -> None:
     import torch
 
     from ..run.interrupt import InterruptedRunError

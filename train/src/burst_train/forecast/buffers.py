@@ -20,7 +20,7 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.rows import Direction
 from burst_attention.planner.choice import Candidate
 
-from .calls import AttentionStrategy, Workload
+from .attention import AttentionStrategy, Workload
 
 ENOUGH = 32  # with more ranks than this, buffers no longer grow
 SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated with

@@ -1,41 +1,63 @@
-"""Predict a training step for each engine: seconds, bytes, memory, and the longest sequence that fits.
+"""Predict a training step for each strategy: seconds, bytes, memory, and the longest sequence that fits.
 
-No model runs. The attention's time comes from the planner (:mod:`burst_train.forecast.calls`). Memory comes from a
-formula (:mod:`burst_train.forecast.step_memory`), with the attention's buffers from its programs. The rest of the
-model takes the time of its matrix products and of its element-wise operations' bytes. Sharded parameters use a simple
-model of collectives (:mod:`burst_train.forecast.collectives`).
+No model runs. The attention's time comes from the planner (:mod:`burst_train.forecast.attention`), memory from a
+formula (:mod:`burst_train.forecast.memory`) with the attention's buffers from its programs. The rest of the model takes
+the time of its matrix products and of its element-wise operations' bytes. Sharded parameters go by rings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from burst_attention.plan.rows import Direction, Side
+from burst_attention.plan.strategy import strategy_of, text_of
 from burst_attention.planner.choice import WORTH
 
-from ..memory import MemoryConfig
-from . import collectives
-from .buffers import token_bytes
-from .calls import AttentionStrategy, Call
-from .candidates import MAKERS, Candidate, refusal
-from .collectives import Exchange
+from ..parallel import FOREIGN, Heads, choose
+from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
+from .buffers import buffers, token_bytes
+from .memory import OVERLAPPING, REMATS, Remat, Step
 from .request import ForecastRequest
-from .step_memory import REMATS, Remat, Step
 
+COMPARED = ("auto", "burst", "zigzag-ring", "ulysses", "usp", "tensor-sequence")
 MOST_TOKENS = 2**31
 TOKEN_CHUNKS, MOST_HEAD_CHUNKS = 32, 8  # of the options that savings() adds
 GRAIN = 1024  # resolution of the longest sequence, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The prediction for one engine's step.
+class Candidate:
+    """The attention of one strategy, as input to the prediction of a step.
 
     Attributes:
-        engine: name of the engine, as in tables.
-        refused: why the engine can't run; all other fields are empty then.
+        way: how a call is computed, in words.
+        calls: (number of layers, call) for each kind of layer.
+        buffers: bytes of a call's backward at its peak.
+        flags: the flags of ``burst train`` that select this strategy.
+        more: values of :class:`~burst_train.forecast.memory.Step` that scale with the tokens.
+        whole: whether embedding, head and norms are whole on every rank, as in tensor parallelism.
+        ways: how calls are computed, for each kind of layer; empty with tensor parallelism.
+    """
+
+    way: str
+    calls: tuple[tuple[int, Call], ...]
+    buffers: int
+    flags: str
+    more: Mapping[str, int] = field(default_factory=dict)
+    whole: bool = False
+    ways: tuple[AttentionStrategy, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The prediction for one strategy's step.
+
+    Attributes:
+        strategy: its name.
+        refused: why it can't run; all other fields are empty then.
         way: how a call is computed, in words, for the layers with the widest window.
         attention: seconds of attention with its exchange and its recomputation.
         rest: seconds of everything else that a rank computes.
@@ -43,21 +65,21 @@ class Forecast:
         exposed: the part of ``attention`` that is exchange not hidden by computation, in seconds.
         sent: (within a node, between nodes) bytes that a rank sends in a step, mean over ranks. Keys:
             ``attention``, ``parameters``.
-        memory: bytes by part, for each recompute policy.
+        memory: bytes by part, for each recompute policy; empty if no formula gives them.
         remat: recompute policy of the step that the seconds are for.
-        fits: whether the step fits; None if the device's memory is unknown.
+        fits: whether the step fits; None if its memory or the device's is unknown.
         longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. Of sequences
-            that ``--packing balanced`` joins, all have this length. If the request
-            leaves ``remat`` open, the policy that recomputes most is assumed.
-        steps: seconds of a step for each recompute policy that the engine supports.
+            that ``--packing balanced`` joins, all have this length. If the request leaves ``remat`` open, the policy
+            that recomputes most is assumed.
+        steps: seconds of a step for each recompute policy that the strategy supports.
         tokens_per_second: tokens per second and rank.
         mfu: model FLOP utilisation; None if the peak is unknown, and in fp32.
         flags: flags of ``burst train`` for this step.
         standing: sizes of the two simulated worlds; None if all ranks were simulated.
-        ways: how calls are computed, for each kind of layer; empty if the attention is not ours.
+        ways: how calls are computed, for each kind of layer; empty with tensor parallelism.
     """
 
-    engine: str
+    strategy: str
     refused: str = ""
     way: str = ""
     attention: float = 0.0
@@ -81,18 +103,24 @@ class Forecast:
         """Seconds of a step."""
         return self.attention + self.rest + self.parameters
 
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the step's peak; None if unknown."""
+        return sum(self.memory[self.remat].values()) if self.memory else None
+
 
 def forecasts(request: ForecastRequest) -> list[Forecast]:
-    """Predict a step of every engine: ours as the planner chooses, and those it is compared with."""
-    return [forecast_of(name, request) for name in MAKERS]
+    """Predict a step of the strategy that was asked for, then of those that it is compared with."""
+    names = dict.fromkeys((request.strategy, *COMPARED))
+    return [forecast_of(name, request) for name in names]
 
 
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
-    """Predict burst with each option that saves memory added to those before it: (flags, forecast).
+    """Predict the strategy with each option that saves memory added to those before it: (flags, forecast).
 
-    Empty for attention only, for a model whose memory no formula gives, and if the device's memory is unknown.
+    Empty for attention only, and if the memory of the step or of the device is unknown.
     """
-    if request.model is None or request.limit is None or request.model.measured:
+    if request.model is None or request.limit is None or not request.model.predicted:
         return []
     heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.kv_heads % n == 0)
     options: dict[str, Mapping[str, Any]] = {
@@ -107,49 +135,121 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
     for flags, more in options.items():
         if flags != "--attention-chunks 1":
             saving = replace(saving, **dict(more))
-            found.append((flags, forecast_of("burst", saving)))
+            found.append((flags, forecast_of(request.strategy, saving)))
     return found
 
 
-def recommended(found: list[Forecast]) -> Forecast | None:
-    """Return the first engine that fits, or may fit, within :data:`WORTH` of the shortest step; None if none fits."""
+def recommended(found: Sequence[Forecast], saving: Sequence[tuple[str, Forecast]] = ()) -> Forecast | None:
+    """Return the first strategy that fits, or may fit, within :data:`WORTH` of the shortest step.
+
+    If none fits, return the first of ``saving`` that does; None if none of them does.
+    """
     shortest = fastest(found)
-    return next((each for each in _possible(found) if shortest and each.seconds <= WORTH * shortest.seconds), None)
+    if shortest is None:
+        return next((each for _, each in saving if each.fits), None)
+    return next(each for each in _possible(found) if each.seconds <= WORTH * shortest.seconds)
 
 
-def fastest(found: list[Forecast]) -> Forecast | None:
-    """Return the engine that fits, or may fit, with the shortest step; None if none fits."""
+def fastest(found: Sequence[Forecast]) -> Forecast | None:
+    """Return the strategy that fits, or may fit, with the shortest step; None if none fits."""
     return min(_possible(found), key=lambda each: each.seconds, default=None)
 
 
-def _possible(found: list[Forecast]) -> list[Forecast]:
+def _possible(found: Sequence[Forecast]) -> list[Forecast]:
     return [each for each in found if not each.refused and each.fits is not False]
 
 
 def forecast_of(name: str, request: ForecastRequest) -> Forecast:
-    """Predict a step of one engine.
-
-    Args:
-        name: a key of :data:`~burst_train.forecast.candidates.MAKERS`.
+    """Predict a step of one strategy.
 
     Raises:
-        ValueError: ``burst`` can't be predicted for this request. For other engines ``refused`` says why.
+        ValueError: the strategy that was asked for can't be predicted. For others ``refused`` says why.
     """
-    refused = refusal(name, request)
-    if refused:
-        return Forecast(engine=name, refused=refused)
-    if name != "burst":
-        request = replace(request, layout="auto")  # it is burst's
     try:
-        step = predicted_step(request, MAKERS[name](request))
-        # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.
-        if name == "burst" and request.remat is None and step.remat == "layer":
-            step = predicted_step(request, MAKERS[name](replace(request, remat=step.remat)))
+        _check(name, request)
+        step = PredictedStep(request, candidate(name, request))
+        # burst train plans for two forwards with --remat layer, so plan again.
+        if not step.candidate.whole and request.remat is None and step.remat == "layer":
+            step = PredictedStep(request, candidate(name, replace(request, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
-        if name == "burst":  # the request has no prediction at all
+        if name == request.strategy:  # the request has no prediction at all
             raise
-        return Forecast(engine=name, refused=str(error))
+        return Forecast(strategy=name, refused=str(error))
+
+
+def _check(name: str, q: ForecastRequest) -> None:
+    """Raise ValueError if the ranks can't train by this strategy."""
+    if name in FOREIGN:
+        if q.model is None:
+            raise ValueError("it shards a whole model, not attention only; give --model")
+        if q.attention_chunks > 1:
+            raise ValueError("it can't compute attention in chunks of heads; leave --attention-chunks out to see it")
+    if q.joined > 1 and name != q.strategy:
+        raise ValueError("it has no layout balanced; leave --packing balanced out to see it")
+    sizes: dict[str, Any] = {"q_heads": q.q_heads, "kv_heads": q.kv_heads, "head_dim": q.head_dim}
+    heads = q.model.heads if q.model else Heads(**sizes, hidden=q.q_heads * q.head_dim, intermediate=0)
+    options: dict[str, Any] = {} if name in FOREIGN else {"attention_chunks": q.attention_chunks}
+    choose(name, **options).check(heads, q.seq_len, q.sharing)
+
+
+def candidate(name: str, q: ForecastRequest) -> Candidate:
+    """Return the attention of a strategy."""
+    if name in FOREIGN:
+        return _tensor(q)
+    ways, strategy = [], strategy_of(name).over(q.sharing)
+    if q.joined > 1:
+        strategy = replace(strategy, layout="balanced")
+    options = {"caches": q.attention_chunks == 1, "lse": q.model is not None and "sinks" in q.model.heads.options}
+    for mask in q.masks:  # layers that differ in their windows share one layout
+        ways.append(chosen(q.setting(mask), strategy, **options))
+        strategy = replace(strategy, layout=ways[0].layout)
+    q = replace(q, layout=ways[0].layout)  # which says how full a rank may be
+    calls, held, kept, results = [], 0, 0, 0
+    for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
+        calls.append((count * q.attention_chunks, predict_call(way, q.setting(mask))))
+        held = max(held, buffers(way, q.setting(mask), q.dtype, calls=min(q.attention_chunks, OVERLAPPING)))
+        if way.groups.keep:
+            shape, times = q.shape, way.groups.query // way.groups.key
+            token = q.tokens * shape.batch * shape.io
+            keys = token * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+            kept = max(kept, (times - 1) * keys)  # saved instead of the rank's own q, k and v
+            saved = token * shape.q_heads * shape.head_dim + times * keys
+            if way.groups.results:
+                saved += q.tokens * shape.side_bytes(Side.QUERY, Direction.FORWARD, wide=shape.io)
+            results = max(results, saved)
+    return Candidate(
+        way=str(ways[0]),
+        calls=tuple(calls),
+        buffers=held,
+        more={"kept": kept, "results": results},
+        flags="" if q.joined > 1 else f"--strategy {_named(name, ways)}",
+        ways=tuple(ways),
+    )
+
+
+def _named(name: str, ways: Sequence[AttentionStrategy]) -> str:
+    """Return a name, or for ``auto`` the fields of what was chosen."""
+    if name != "auto":
+        return name
+    strategy = ways[0].strategy
+    if len({*ways}) > 1:  # each kind of layer has its own way; the layout and the degree are shared
+        strategy = replace(strategy, circulate="auto", cache_qkv="auto", chunks="auto", gather_kv="auto")
+    return text_of(strategy)
+
+
+def _tensor(q: ForecastRequest) -> Candidate:
+    assert q.model is not None
+    calls = tuple((count, tensor(q.setting(mask), q.model.hidden)) for mask, count in q.masks.items())
+    gathered = 2 * q.batch * q.seq_len * q.model.hidden * q.dtype.itemsize
+    return Candidate(
+        way="heads and columns sharded",
+        calls=calls,
+        buffers=max(buffers(ALONE, alone(q.setting(mask)), q.dtype) for mask in q.masks),
+        more={"kept": gathered, "gathered": gathered * 3 // 2},
+        whole=True,
+        flags="--strategy tensor-sequence",
+    )
 
 
 def _forwards(remat: Remat) -> int:
@@ -157,93 +257,78 @@ def _forwards(remat: Remat) -> int:
     return 2 if remat == "layer" else 1
 
 
-def predicted_step(request: ForecastRequest, candidate: Candidate) -> _PredictedStep:
-    """Return the prediction of a request whose layout, if it was left open, is the candidate's."""
-    layout = candidate.ways[0].layout if candidate.ways else request.layout
-    return _PredictedStep(replace(request, layout=layout), candidate)
-
-
 @dataclass(frozen=True)
-class _PredictedStep:
+class PredictedStep:
     """The prediction of one candidate for a request."""
 
-    q: ForecastRequest
+    asked: ForecastRequest
     candidate: Candidate
+
+    @cached_property
+    def q(self) -> ForecastRequest:
+        """The request, with the candidate's layout."""
+        ways = self.candidate.ways
+        return replace(self.asked, layout=ways[0].layout) if ways else self.asked
 
     def forecast(self, name: str) -> Forecast:
         """Predict the step's seconds, memory and traffic; ``name`` labels the candidate."""
-        q, remat, moved, peak = self.q, self.remat, self.parameters, self.q.cluster.device.peak
-        exposed = sum(n * (self._forwards * c.forward.exposed + c.backward.exposed) for n, c in self.calls)
+        q, calls, remat, peak = self.q, self.candidate.calls, self.remat, self.q.cluster.device.peak
+        forwards, moved = _forwards(remat), self.parameters
         attention, rest, parameters = self._seconds(remat)
         seconds = attention + rest + parameters
-        total = sum(self._memory(remat).values())
+        inside, across = (
+            sum(n * (forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in calls)
+            for kind in ("inside", "across")
+        )
+        memory: dict[str, Mapping[str, int]] = {each: self.memory(each) for each in self._remats if self.memory(each)}
+        known = bool(memory) and q.limit is not None
         return Forecast(
-            engine=name,
+            strategy=name,
             way=self.candidate.way,
             attention=attention,
             rest=rest,
             parameters=parameters,
-            exposed=exposed,
-            sent={"attention": self._sent, "parameters": (moved.inside, moved.across)},
-            memory={each: self._memory(each) for each in self._remats},
+            exposed=sum(n * (forwards * c.forward.exposed + c.backward.exposed) for n, c in calls),
+            sent={"attention": (inside, across), "parameters": (moved.inside, moved.across)},
+            memory=memory,
             remat=remat,
-            fits=None if q.limit is None else total <= q.limit,
-            longest=self.longest(self._remats[-1] if q.remat is None else remat),
+            fits=self._fits(remat) if known else None,
+            longest=self.longest(self._remats[-1] if q.remat is None else remat) if known else None,
             steps={each: sum(self._seconds(each)) for each in self._remats},
             tokens_per_second=q.batch * q.seq_len / (seconds * q.cluster.ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
             flags=self._flags(),
-            standing=next((call.standing for _, call in self.calls if call.standing), None),
+            standing=next((call.standing for _, call in calls if call.standing), None),
             ways=self.candidate.ways,
         )
 
     def _seconds(self, remat: Remat) -> tuple[float, float, float]:
         """Return seconds of (attention, other matrix products, exposed parameter exchange) with ``remat``."""
-        q, forwards = self.q, _forwards(remat)
-        attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in self.calls)
+        q, forwards, calls = self.q, _forwards(remat), self.candidate.calls
+        attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in calls)
         computed = q.rest_seconds(remat)
         copies = 0.0
         if remat != "none":  # a forward is one of the four passes over the layers
-            copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in self.calls) + computed / 4)
+            copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in calls) + computed / 4)
         return attention, computed + copies, max(0.0, self.parameters.seconds - computed)
 
     @property
     def _remats(self) -> list[Remat]:
         if self.q.model is None:
             return ["none"]
-        keeping = self.candidate.keeping and self.q.attention_chunks == 1
+        keeping = not self.candidate.whole and self.q.attention_chunks == 1
         return [each for each in REMATS if keeping or each != "keep-attention"]
 
     @cached_property
     def remat(self) -> Remat:
         """The given recompute policy, or the one that recomputes least and fits; if none fits, the last."""
-        q = self.q
-        if q.remat in self._remats:
-            return q.remat
-        if q.remat is not None:  # keep-attention, with an engine that can't keep its attention
+        if self.q.remat in self._remats:
+            return self.q.remat
+        if self.q.remat is not None:  # keep-attention, with a strategy that can't keep its attention
             return self._remats[-1]
-        fitting = (each for each in self._remats if q.limit is None or sum(self._memory(each).values()) <= q.limit)
-        return next(fitting, self._remats[-1])
+        return next((each for each in self._remats if self._fits(each)), self._remats[-1])
 
-    @property
-    def _forwards(self) -> int:
-        return _forwards(self.remat)
-
-    @property
-    def _sent(self) -> tuple[float, float]:
-        """Bytes (within a node, between nodes) that attention sends in all layers."""
-        inside, across = (
-            sum(n * (self._forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in self.calls)
-            for kind in ("inside", "across")
-        )
-        return inside, across
-
-    @property
-    def calls(self) -> tuple[tuple[int, Call], ...]:
-        """(number of layers, attention call) for each window."""
-        return self.candidate.calls
-
-    @property
+    @cached_property
     def parameters(self) -> Exchange:
         """The exchange of parameters and gradients in a step.
 
@@ -255,28 +340,22 @@ class _PredictedStep:
             return Exchange()
         layers, root = m.layers_size, m.root_size
         size = 2 * io * root if self.candidate.whole else io * (2 * layers + root) + 4 * (layers + root)
-        return collectives.gather(size, cluster.ranks, cluster.per_node, cluster.rates)
+        return gather(size, cluster.ranks, cluster.per_node, cluster.rates)
 
-    def _memory(self, remat: Remat, seq_len: int | None = None) -> Mapping[str, int]:
-        """Return bytes by part for a sequence length; the attention's bytes are scaled in proportion to it."""
+    def memory(self, remat: Remat, seq_len: int | None = None) -> Mapping[str, int]:
+        """Return bytes by part for a sequence length; empty if no formula gives them.
+
+        The attention's bytes are scaled in proportion to the length.
+        """
         q, c = self.q, self.candidate
         longer = 1.0 if seq_len is None else seq_len / q.seq_len
         tokens = q.tokens if seq_len is None else replace(q, seq_len=seq_len).tokens
         held = round(longer * c.buffers)
         if q.model is None:
             return {"inputs and results": tokens * token_bytes(q.shape, q.dtype), "attention": held}
-        measured = q.model.memory(
-            tokens=tokens,
-            usual=q.tokens,
-            batch=q.batch,
-            world=q.cluster.ranks,
-            dtype=q.dtype,
-            buffers=held,
-            options=MemoryConfig(remat=remat, optimizer=q.optimizer, optimizer_offload=q.optimizer_offload),  # type: ignore[arg-type]
-        )
-        if measured is not None:
-            return measured
-        step = Step(
+        if not q.model.predicted or q.dtype.itemsize > 4:
+            return {}
+        return Step(
             model=q.model,
             tokens=tokens,
             batch=q.batch,
@@ -288,45 +367,58 @@ class _PredictedStep:
             attention_chunks=q.attention_chunks,
             offload=q.offload != "none",
             low_bit=q.optimizer == "adamw-8bit",
-            kept=round(longer * c.kept),
-            results=round(longer * c.results),
-            gathered=round(longer * c.gathered),
-        )
-        parts = dict(step.parts())
-        if c.whole:
-            more = 4 * round(q.model.root_size * (1 - 1 / q.cluster.ranks))
-            for part, times in (("weights", 1), ("gradients", 1), ("AdamW", 2)):
-                parts[part] += times * more
-            cut = 2 * q.model.layer_size // q.cluster.ranks
-            parts["gathered"] = q.dtype.itemsize * (q.model.root_size + cut) * (parts["gathered"] > 0)
-        if q.optimizer_offload:
-            parts |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
-        return parts
+            offloaded=q.optimizer_offload,
+            accumulates=q.accumulates,
+            whole=c.whole,
+            **{name: round(longer * value) for name, value in c.more.items()},
+        ).parts()
 
-    def longest(self, remat: Remat) -> int | None:
+    def total(self, remat: Remat, seq_len: int | None = None) -> int | None:
+        """Return the bytes of :meth:`memory` together; None if no formula gives them."""
+        return sum(self.memory(remat, seq_len).values()) or None
+
+    def _fits(self, remat: Remat, seq_len: int | None = None) -> bool:
+        """Return whether the step fits; True if that is unknown."""
+        total, limit = self.total(remat, seq_len), self.q.limit
+        return total is None or limit is None or total <= limit
+
+    def longest(self, remat: Remat) -> int:
         """Return the tokens of the longest sequence that fits, a multiple of :data:`GRAIN`; 0 if no length fits."""
-        limit, grain = self.q.limit, GRAIN * self.q.joined
-        if limit is None:
-            return None
+        grain = GRAIN * self.q.joined
         least, most = 0, MOST_TOKENS // grain  # one fits; the other does not, or is beyond the search
         while most - least > 1:
             middle = (least + most) // 2
-            fits = sum(self._memory(remat, middle * grain).values()) <= limit
-            least, most = (middle, most) if fits else (least, middle)
+            least, most = (middle, most) if self._fits(remat, middle * grain) else (least, middle)
         return least * GRAIN
 
     def _flags(self) -> str:
-        q, flags = self.q, self.candidate.flags
-        if q.model is None or not flags:
-            return ""
+        return " ".join(self._each_flag()) if self.q.model is not None else ""
+
+    def _each_flag(self) -> Iterator[str]:
+        q = self.q
+        assert q.model is not None
         tokens = q.seq_len // q.joined
-        given = f"--model {q.model.source} --seq-len {tokens} --max-positions {tokens} {flags}"
-        given += f" --dtype {str(q.dtype).removeprefix('torch.')}"
-        given += f" --remat {self.remat}" if self.remat != "none" else ""
-        given += f" --mlp-chunks {q.mlp_chunks}" if q.mlp_chunks > 1 else ""
-        given += f" --attention-chunks {q.attention_chunks}" if q.attention_chunks > 1 else ""
-        given += f" --offload {q.offload}" if q.offload != "none" and self.remat != "none" else ""
-        given += f" --optimizer {q.optimizer}" if q.optimizer != "adamw" else ""
-        given += " --optimizer-offload" if q.optimizer_offload else ""
-        given += f" --packing balanced --batch {q.joined}" if q.joined > 1 else ""
-        return given + (f" --batch {q.batch} --pack none" if q.batch > 1 else "")
+        yield f"--model {q.model.name} --seq-len {tokens} --max-positions {tokens}"
+        yield from filter(None, [self.candidate.flags])
+        yield f"--dtype {str(q.dtype).removeprefix('torch.')}"
+        if self.remat != "none":
+            yield f"--remat {self.remat}"
+            yield from [f"--offload {q.offload}"] * (q.offload != "none")
+        yield from [f"--mlp-chunks {q.mlp_chunks}"] * (q.mlp_chunks > 1)
+        yield from [f"--attention-chunks {q.attention_chunks}"] * (q.attention_chunks > 1)
+        yield from [f"--optimizer {q.optimizer}"] * (q.optimizer != "adamw")
+        yield from ["--optimizer-offload"] * q.optimizer_offload
+        yield from [f"--packing balanced --batch {q.joined}"] * (q.joined > 1)
+        yield from [f"--batch {q.batch} --pack none"] * (q.batch > 1)
+
+
+def step_memory(request: ForecastRequest) -> Mapping[str, int]:
+    """Return the bytes by part of the step that was asked for; empty if no formula gives them.
+
+    Raises:
+        ValueError: as in :func:`forecast_of`.
+    """
+    if request.model is None or not request.model.predicted or request.strategy == "single":
+        return {}
+    step = PredictedStep(request, candidate(request.strategy, request))
+    return step.memory(step.remat)

@@ -1,104 +1,154 @@
-"""Sizes of decoder models.
+"""Sizes of any causal language model of transformers, read from the model without its weights.
 
-The work and memory of a training step follow from these sizes.
+Linear layers, attention and recurrent layers are counted. A recurrent layer multiplies, per token and head, with a
+state [K, V]: 3 K V for delta rules (decay and erase, write, read), 2 K V for Mamba 2 and lightning attention, 3 for
+each number of the state in Mamba 1. Over several ranks a delta rule runs on values of width V + K. The chunked kernels
+multiply somewhat more. A convolution multiplies once for each weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from burst_attention.attention.batch import Reach
+from torch import nn
+from transformers import CONFIG_MAPPING
 
-from ..presets import SIZES
+from burst_attention.attention.batch import Reach
+from burst_attention.integrations.hf.mixers import mechanism, mixers_of
+
+from ..parallel import Heads
+from ..parallel.body import attention_reaches, build_empty, decoder_layers
+from ..presets import PRESETS
+from ..step.model import load_config
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
+FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
+# Sizes of a mixer's heads and states, under the names of the modeling files: (heads, K, V).
+_STATES = {
+    "gated delta": ("num_v_heads", "head_k_dim", "head_v_dim"),
+    "Kimi delta": ("num_heads", "head_dim", "head_dim"),
+    "lightning": ("num_attention_heads", "head_dim", "head_dim"),
+    "Mamba 2": ("num_heads", "head_dim", "ssm_state_size"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder like Llama's: grouped-query attention, a gated feed-forward layer, norms before both.
+    """A causal language model.
 
     Attributes:
-        source: where the sizes come from.
+        heads: the attention's sizes and the model's widths.
+        layers: the number of decoder layers.
+        inside: the weights of all decoder layers.
+        outside: all other weights.
+        products: multiplications per token in the layers, without the attention itself.
+        head_products: multiplications per token in the head.
         tied: whether embedding and head are one matrix.
-        biased: whether the q, k and v projections have a bias (Qwen2).
-        normed: whether q and k are normed per head (Qwen3).
-        windows: sliding window of each layer; None for a layer with full causal attention.
-        family: the configuration's ``model_type``.
-        options: of ``softcap`` and ``sinks`` those that the attention has.
-        v_head_dim: head dimension of the values, if another.
+        reaches: what each attention sees, widest first.
     """
 
     name: str
-    source: str
-    hidden: int
-    intermediate: int
+    heads: Heads
     layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
     vocabulary: int
-    tied: bool = False
-    biased: bool = False
-    normed: bool = False
-    windows: tuple[int | None, ...] = ()
-    family: str = "llama"
-    options: tuple[str, ...] = ()
-    v_head_dim: int | None = None
+    inside: tuple[Matrix, ...] = field(repr=False)
+    outside: tuple[Matrix, ...] = field(repr=False)
+    products: int
+    head_products: int
+    tied: bool
+    reaches: tuple[Reach, ...]
+
+    @classmethod
+    def of(cls, config: Any, name: str) -> Model:
+        """Read a configuration's model. Raise ValueError if a part of it is not predicted."""
+        config = config.get_text_config(decoder=True)
+        model, heads = build_empty(config), Heads.of(config)
+        experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
+        if experts is not None:
+            raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
+        reaches, layers = attention_reaches(model), decoder_layers(model)
+        if not reaches or not heads.q_heads:
+            raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
+        inside = {id(p): _matrix(p) for p in layers.parameters()}
+        linear = [each for layer in layers for each in layer.modules() if isinstance(each, nn.Linear)]
+        states = sum(_state_products(mixer) for layer in layers for _, mixer in mixers_of(layer))
+        head = model.get_output_embeddings().weight
+        return cls(
+            name=name,
+            heads=heads,
+            layers=len(layers),
+            vocabulary=head.shape[0],
+            inside=tuple(inside.values()),
+            outside=tuple(_matrix(p) for p in model.parameters() if id(p) not in inside),
+            products=sum(each.weight.numel() for each in linear) + states,
+            head_products=head.numel(),
+            tied=head is model.get_input_embeddings().weight,
+            reaches=tuple(reaches),
+        )
 
     @property
-    def measured(self) -> bool:
-        """Whether the sizes were read from transformers' own model."""
-        return False
+    def family(self) -> str:
+        """The configuration's ``model_type``."""
+        return self.heads.family
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return self.heads.hidden
+
+    @property
+    def intermediate(self) -> int:
+        """Columns of a feed-forward layer; 0 if the configuration does not say."""
+        return self.heads.intermediate
+
+    @property
+    def predicted(self) -> bool:
+        """Whether a formula gives the memory of its step."""
+        return self.family in FORMULA
+
+    @property
+    def normed(self) -> bool:
+        """Whether q and k are normed per head."""
+        return self.family == "qwen3"
 
     @property
     def q_width(self) -> int:
         """Width of all query heads together."""
-        return self.q_heads * self.head_dim
+        return self.heads.q_heads * self.heads.head_dim
 
     @property
     def kv_width(self) -> int:
         """Width of all key-value heads together."""
-        return self.kv_heads * self.head_dim
+        return self.heads.kv_heads * self.heads.head_dim
 
     @property
     def windows_by_count(self) -> Mapping[Reach, int]:
-        """Number of layers with each window, widest window first."""
-        windows = self.windows or (None,) * self.layers
-        order = sorted({*windows}, key=lambda window: (window is not None, -(window or 0)))
-        return {window: windows.count(window) for window in order}
+        """Number of attention layers with each reach, those that see all first."""
+        found = dict.fromkeys(sorted(self.reaches, key=lambda reach: reach is not None))
+        return {reach: self.reaches.count(reach) for reach in found}
 
-    def layer(self) -> Iterator[Matrix]:
-        """Yield the weights of a layer."""
-        for width in (self.q_width, self.kv_width, self.kv_width):
-            yield width, self.hidden
-            if self.biased:
-                yield width, 1
-        yield self.hidden, self.q_width
-        yield from ((self.intermediate, self.hidden), (self.intermediate, self.hidden))
-        yield self.hidden, self.intermediate
-        yield from ((self.hidden, 1), (self.hidden, 1))
-        if self.normed:
-            yield from ((self.head_dim, 1), (self.head_dim, 1))
-
-    def root(self) -> Iterator[Matrix]:
-        """Yield the weights outside layers: embedding, last norm, head."""
-        yield self.vocabulary, self.hidden
-        yield self.hidden, 1
-        if not self.tied:
-            yield self.vocabulary, self.hidden
+    @property
+    def layer(self) -> tuple[Matrix, ...]:
+        """The weights of a layer, if all have the same."""
+        return self.inside[: len(self.inside) // self.layers]
 
     @property
     def layer_size(self) -> int:
-        """Number of parameters of a layer."""
-        return sum(rows * columns for rows, columns in self.layer())
+        """Number of parameters of a layer, on average."""
+        return self.layers_size // self.layers
 
-    @property
+    @cached_property
+    def layers_size(self) -> int:
+        """Number of parameters of all layers."""
+        return sum(rows * columns for rows, columns in self.inside)
+
+    @cached_property
     def root_size(self) -> int:
-        """Number of parameters outside layers."""
-        return sum(rows * columns for rows, columns in self.root())
+        """Number of parameters outside layers: embedding, last norm, head."""
+        return sum(rows * columns for rows, columns in self.outside)
 
     @property
     def size(self) -> int:
@@ -106,74 +156,51 @@ class Model:
         return self.layers_size + self.root_size
 
     @property
-    def layers_size(self) -> int:
-        """Number of parameters of all layers."""
-        return self.layers * self.layer_size
-
-    @property
     def feed_forward_products(self) -> int:
         """Multiplications per token in a layer's feed-forward matrices."""
         return 3 * self.hidden * self.intermediate
-
-    @property
-    def layer_products(self) -> int:
-        """Multiplications per token in a layer's weight matrices, without the attention itself."""
-        return 2 * self.hidden * (self.q_width + self.kv_width) + self.feed_forward_products
-
-    @property
-    def layers_products(self) -> int:
-        """Multiplications per token in all layers, without the attention itself."""
-        return self.layers * self.layer_products
-
-    def memory(self, **_: Any) -> dict[str, int] | None:
-        """Return bytes by part if a run without data gave them; None: a formula gives them."""
-        return None
 
     def elementwise_bytes(self, io: int) -> int:
         """Return the bytes that element-wise operations read and write per token in a layer's forward.
 
         Counted in transformers' Llama, run by eager PyTorch. A norm computes in fp32: 4 ``io`` + 28 bytes per element.
         The rotary embedding moves 10 ``io`` per element of q and k, a residual sum 3 ``io``, the gate 5 ``io``.
-
-        Args:
-            io: bytes of an element of the activations.
+        ``io``: bytes of an element of the activations.
         """
         norms, sums = 2 * (4 * io + 28) * self.hidden, 2 * 3 * io * self.hidden
         return norms + sums + 10 * io * (self.q_width + self.kv_width) + 5 * io * self.intermediate
 
-    @property
-    def head_products(self) -> int:
-        """Multiplications per token in the head."""
-        return self.vocabulary * self.hidden
+
+def model_of(name: str) -> Model:
+    """Return the model of a preset, a folder or a name on the hub.
+
+    Raises:
+        ValueError: no such model was found, ranks can't share it, or its work is not predicted.
+    """
+    if name in PRESETS:
+        kind, sizes = PRESETS[name]
+        return Model.of(CONFIG_MAPPING[kind](**sizes), name)
+    config = load_config(name)
+    try:
+        return Model.of(config, name)
+    except ValueError as error:
+        raise ValueError(f"--model {name!r} {error}") from None
 
 
-def _model(name: str, source: str, **more: Any) -> Model:
-    hidden, intermediate, layers, q_heads, kv_heads, vocabulary = SIZES[name]
-    return Model(
-        name=name,
-        source=source,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // q_heads,
-        vocabulary=vocabulary,
-        **more,
-    )
+def _matrix(parameter: nn.Parameter) -> Matrix:
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return rows, parameter.numel() // max(1, rows)
 
 
-MODELS: Mapping[str, Model] = {
-    each.name: each
-    for each in (
-        _model("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
-        _model("llama-2-13b", "meta-llama/Llama-2-13b-hf"),
-        _model("llama-2-70b", "meta-llama/Llama-2-70b-hf"),
-        _model("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
-        _model("llama-3-70b", "meta-llama/Meta-Llama-3-70B"),
-        _model("mistral-7b", "mistralai/Mistral-7B-v0.3"),
-        _model("qwen-2.5-7b", "Qwen/Qwen2.5-7B", biased=True),
-        _model("qwen-2.5-72b", "Qwen/Qwen2.5-72B", biased=True),
-        _model("qwen-3-8b", "Qwen/Qwen3-8B", normed=True),
-    )
-}
+def _state_products(mixer: Any) -> int:
+    """Return a mixer's multiplications per token outside of its linear layers."""
+    kind = mechanism(mixer)
+    convolutions = sum(each.weight.numel() for each in mixer.modules() if isinstance(each, nn.Conv1d))
+    if kind == "convolution":
+        return convolutions
+    if kind == "Mamba 1":
+        return convolutions + 3 * mixer.intermediate_size * mixer.ssm_state_size
+    heads, keys, values = (getattr(mixer, size) for size in _STATES[str(kind)])
+    if "delta" in str(kind):
+        return convolutions + 3 * heads * keys * (values + keys)
+    return convolutions + 2 * heads * keys * values

@@ -14,18 +14,17 @@ from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED
-from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 from burst_attention.planner.rates import Rates
 
-from .calls import Workload
+from .attention import Workload
 from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
+from .memory import Remat
 from .models import Model
-from .step_memory import Remat
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ranks in nodes of ``per_node``; all ranks share each sequence."""
+    """Ranks in nodes of ``per_node``."""
 
     ranks: int
     per_node: int
@@ -44,10 +43,14 @@ class ForecastRequest:
     """The training step to predict.
 
     Attributes:
+        strategy: as for ``burst train``; others are compared with it.
+        layout: the layout that the strategy has, if it is known.
         model: the model; None for attention only, with ``layers`` layers.
+        groups: data-parallel groups of ranks; the ranks of a group share each sequence.
         window: sliding window of all layers; it replaces the model's windows.
         borders: token positions where packed documents begin and end; None for one document.
         joined: sequences of a micro-step that became documents of the one sequence, by ``--packing balanced``; else 1.
+        accumulates: whether gradients of an earlier micro-step exist.
         remat: recompute policy; None picks the one that recomputes least and fits.
         mlp_chunks, attention_chunks, offload, optimizer, optimizer_offload: as for ``burst train``.
     """
@@ -60,28 +63,27 @@ class ForecastRequest:
     v_head_dim: int | None = None
     layers: int = 1
     model: Model | None = None
+    groups: int = 1
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     window: int | None = None
     borders: tuple[int, ...] | None = None
     joined: int = 1
+    accumulates: bool = False
     remat: Remat | None = None
     mlp_chunks: int = 1
     attention_chunks: int = 1
     offload: str = "none"
     optimizer: str = "adamw"
     optimizer_offload: bool = False
+    strategy: str = "auto"
     layout: str = "auto"
-    route: str = "auto"
-    ulysses_degree: DegreeOrAuto = "auto"
-    circulate: str = "auto"
 
     @property
-    def strategy(self) -> Strategy:
-        """What was asked for."""
-        names = ("layout", "route", "ulysses_degree", "circulate")
-        return Strategy(**{name: getattr(self, name) for name in names})
+    def sharing(self) -> int:
+        """The ranks that share each sequence."""
+        return self.cluster.ranks // self.groups
 
     @property
     def masks(self) -> Mapping[Mask, int]:
@@ -104,29 +106,23 @@ class ForecastRequest:
         return shape_of(self.dtype, **sizes, v_head_dim=self.v_head_dim)
 
     @property
-    def call(self) -> Shape:
-        """The shape of one chunk's call; without chunks of heads, that of the layer's."""
-        chunks, shape = self.attention_chunks, self.shape
-        return replace(shape, q_heads=shape.q_heads // chunks, kv_heads=max(1, shape.kv_heads // chunks))
-
-    @property
     def tokens(self) -> int:
         """Tokens per sequence on the rank that has most, or may have most: a balanced layout of several documents."""
-        ranks, uneven = self.cluster.ranks, self.layout == BALANCED and self.borders is not None
-        return most_tokens(self.seq_len, ranks) if uneven else -(-self.seq_len // ranks)
+        uneven = self.layout == BALANCED and self.borders is not None
+        return most_tokens(self.seq_len, self.sharing) if uneven else -(-self.seq_len // self.sharing)
 
     def setting(self, mask: Mask) -> Workload:
-        """Return the attention call of a layer with this mask."""
-        cluster = self.cluster
+        """Return the attention call of a layer with this mask; one of a chunk of heads, if there are several."""
+        chunks, shape = self.attention_chunks, self.shape
         return Workload(
             seq_len=self.seq_len,
             mask=mask,
-            world=cluster.ranks,
-            per_node=cluster.per_node,
-            shape=self.call,
-            rates=cluster.rates,
+            world=self.sharing,
+            per_node=self.cluster.per_node,
+            shape=replace(shape, q_heads=shape.q_heads // chunks, kv_heads=max(1, shape.kv_heads // chunks)),
+            rates=self.cluster.rates,
             remat=self.remat or "none",
-            calls=self.attention_chunks,
+            calls=chunks,
             widest=self._mask_of(widest_of(self._reaches)),
         )
 
@@ -140,7 +136,7 @@ class ForecastRequest:
     @property
     def flops(self) -> float:
         """FLOP of a forward and backward on all ranks, without recomputation; the model's, or attention's only."""
-        return 3 * (self.attention_flops + (self._products(1, 1) if self.model else 0.0))
+        return 3 * (self.attention_flops + self._products(1, 1))
 
     @property
     def limit(self) -> float | None:
@@ -148,41 +144,32 @@ class ForecastRequest:
         memory = self.cluster.device.memory
         return None if memory is None else USABLE * memory
 
-    def rest_flops(self, remat: Remat) -> float:
-        """Return the FLOP of all matrix products outside attention, recomputed ones included.
-
-        Recomputation adds one forward of the layers, and so do chunks of a feed-forward layer for its products if the
-        layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
-        always recomputed.
-        """
-        return self._products(3 + (remat != "none"), 4) + self._chunks(remat)
-
     def rest_seconds(self, remat: Remat) -> float:
         """Return the seconds of everything but attention and exchanges: matrix products, element-wise work, AdamW.
 
-        The rank with the most tokens counts. A backward's element-wise operations move twice a forward's bytes. AdamW
-        reads and writes 28 bytes for each parameter. If the bandwidth of the memory is unknown, only the matrix
-        products count.
+        The rank with the most tokens counts. Recomputation adds one forward of the layers, and so do chunks of a
+        feed-forward layer for its products if the layer is not recomputed. In chunks of heads, q, k and v are
+        projected two more times. The head's logits are always recomputed. A backward's element-wise operations move
+        twice a forward's bytes. AdamW reads and writes 28 bytes for each parameter. If the bandwidth of the memory is
+        unknown, only the matrix products count.
         """
         cluster, model = self.cluster, self.model
-        share = self.tokens / self.seq_len  # of the fullest rank
-        seconds = share * self.rest_flops(remat) / self.matrix_rate
+        passes = 3 + (remat != "none")
+        seconds = self.tokens / self.seq_len * (self._products(passes, 4) + self._chunks(remat)) / self.matrix_rate
         if model is None or cluster.device.bandwidth is None:
             return seconds
-        passes = 3 + (remat != "none")
         moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.dtype.itemsize)
         return seconds + (moved + 28 * model.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def _products(self, layers: int, head: int) -> float:
-        if self.model is None:
-            return 0.0
         m = self.model
-        return 2.0 * self.batch * self.seq_len * (layers * m.layers_products + head * m.head_products)
+        each = 0 if m is None else layers * m.products + head * m.head_products
+        return 2.0 * self.batch * self.seq_len * each
 
     def _chunks(self, remat: Remat) -> float:
-        if self.model is None:
-            return 0.0
         m, products = self.model, 0
+        if m is None:
+            return 0.0
         if self.mlp_chunks > 1 and remat == "none":
             products += m.feed_forward_products
         if self.attention_chunks > 1:

@@ -24,7 +24,7 @@ from burst_attention.attention.batch import Reach, mask_of
 from burst_attention.plan.band import band_area
 
 from ..data.sequences import TokenSequence
-from ..engines import Heads
+from ..parallel import Heads
 
 # Dense bf16 and fp16 operations per second, from NVIDIA's data sheets. The first name that matches is used.
 PEAKS = {

@@ -42,13 +42,13 @@ class StepRecord:
         tokens_per_second: rate over all groups.
         seconds: duration of this step.
         tokens: tokens read since the start of the run, over all groups.
-        bytes_sent: bytes that rank 0's attention sent in this step; None for engines that use uncounted collectives.
-        bytes_predicted: the engine's prediction of ``bytes_sent``.
+        bytes_sent: bytes that rank 0's attention sent in this step; None for strategies that use uncounted collectives.
+        bytes_predicted: the plans' prediction of ``bytes_sent``.
         held_out_loss: held-out loss after the update; None if ``--eval-every`` skips this step.
         flops: the model's own operations in this step, over all ranks (:mod:`.flops`); None if unknown.
         mfu: their share of the peak of all ranks' devices; None if one of the two is unknown.
         exchange_seconds: seconds that rank 0 waited in attention exchanges and in the agreements before them; None
-            for engines that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.
+            for strategies that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.
         left_out: why the update was left out; None if it was applied.
         spike: loss as a multiple of the running median, if it stands out (:mod:`.finite`).
     """
@@ -80,7 +80,7 @@ class Summary:
     Attributes:
         held_out_loss: final held-out loss; None without evaluation.
         bytes_sent: mean bytes per step that a rank's attention sent.
-        bytes_predicted: the engine's prediction of ``bytes_sent``.
+        bytes_predicted: the plans' prediction of ``bytes_sent``.
         best_step: step of the best checkpoint, kept by ``--eval-every``.
         best_held_out_loss: held-out loss of that checkpoint.
         exchange_seconds: mean seconds per step that a rank waited.

@@ -1,4 +1,4 @@
-"""Perplexity of one model with each engine, and their largest differences per token."""
+"""Perplexity of one model with each strategy, and their largest differences per token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from burst_attention.launch.join import RankContext, join
 from burst_attention.launch.mesh import make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
-from ..engines import Heads, choose
-from ..engines.body import windows_of
-from .evaluation import EngineResult, EvalConfig
+from ..parallel import SINGLE, Heads, choose
+from ..parallel.body import windows_of
+from .evaluation import EvalConfig, StrategyResult
 from .model import NextTokenModel, batch_of, build_model, model_config
-
-ALONE = "single"  # each sequence is computed by one rank
 
 
 @torch.no_grad()
@@ -41,8 +39,8 @@ def token_losses(
 
     Args:
         sequences: all sequences, with ``plan.seqlen`` tokens each.
-        plan: the plan of this rank's group, from the model's engine.
-        windows: the layers' windows, from :func:`~burst_train.engines.body.windows_of`.
+        plan: the plan of this rank's group, from the model's strategy.
+        windows: the layers' windows, from :func:`~burst_train.parallel.body.windows_of`.
         progress: called with the number of finished sequences.
 
     Yields:
@@ -55,7 +53,7 @@ def token_losses(
         index = min(start + context.group_index, len(sequences) - 1)
         sequence = sequences[index]
         plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
-        shard = model.engine.shard(batch_of([sequence], context.device), plans)
+        shard = model.parallelism.shard(batch_of([sequence], context.device), plans)
         loss = plans.one.unshard(model(shard, plans, per_token=True), 1)[0]
         if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
             yield index, loss.cpu()
@@ -63,11 +61,11 @@ def token_losses(
             progress(min(start + groups, len(sequences)))
 
 
-def refusal(engine: str, heads: Heads, length: int, world: int) -> str | None:
-    """Return why an engine can't share ``length`` tokens among ``world`` ranks; None if it can."""
-    sharing = 1 if engine == ALONE else world
+def refusal(strategy: str, heads: Heads, length: int, world: int) -> str | None:
+    """Return why a strategy can't share ``length`` tokens among ``world`` ranks; None if it can."""
+    sharing = 1 if strategy == SINGLE else world
     try:
-        choose(engine).check(heads, length, sharing)
+        choose(strategy).check(heads, length, sharing)
     except ValueError as error:
         return str(error)
     if length < sharing:
@@ -84,19 +82,19 @@ def nothing_to_evaluate(config: EvalConfig) -> ValueError:
 
 def evaluate(
     config: EvalConfig,
-    report: Callable[[EngineResult], None] | None = None,
+    report: Callable[[StrategyResult], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> list[EngineResult]:
-    """Evaluate every engine. Every rank of the job must call it with the same ``config``.
+) -> list[StrategyResult]:
+    """Evaluate every strategy. Every rank of the job must call it with the same ``config``.
 
     It uses torchrun's environment variables, or the existing process group.
 
     Args:
-        report: called on rank 0 with the result of each engine that ran, as soon as it is known.
-        progress: called on rank 0 with an engine's name, the number of finished sequences, and their total.
+        report: called on rank 0 with the result of each strategy that ran, as soon as it is known.
+        progress: called on rank 0 with a strategy's name, the number of finished sequences, and their total.
 
     Returns:
-        One result for each of ``config.engines``, in that order, the same on every rank.
+        One result for each of ``config.strategies``, in that order, the same on every rank.
 
     Raises:
         ValueError: a setting is invalid; names the flag.
@@ -106,9 +104,9 @@ def evaluate(
     config.check()
     with join(device=config.device, timeout=config.timeout) as context:
         evaluator = _Evaluator(config, context)
-        results = {name: EngineResult(engine=name, refused=evaluator.refused(name)) for name in config.engines}
+        results = {name: StrategyResult(strategy=name, refused=evaluator.refused(name)) for name in config.strategies}
         able = [name for name, result in results.items() if result.refused is None]
-        reference = ALONE if ALONE in able else next(iter(able), None)
+        reference = SINGLE if SINGLE in able else next(iter(able), None)
         for name in sorted(able, key=lambda name: name != reference):  # the reference first
             tell = partial(progress, name) if progress and context.rank == 0 else None
             results[name] = replace(evaluator.run(name, tell), reference=reference)
@@ -119,7 +117,7 @@ def evaluate(
 
 
 class _Evaluator:
-    """State that the engines share on one rank; the first engine that runs is the reference."""
+    """State that the strategies share on one rank; the first one that runs is the reference."""
 
     def __init__(self, config: EvalConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -139,24 +137,24 @@ class _Evaluator:
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:
-        """Return why the engine can't run this model, or None."""
+        """Return why the strategy can't run this model, or None."""
         return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
 
-    def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> EngineResult:
-        """Evaluate all sequences with one engine."""
-        engine, groups = choose(name), self.context.world if name == ALONE else 1
+    def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> StrategyResult:
+        """Evaluate all sequences with one strategy."""
+        shared, groups = choose(name), self.context.world if name == SINGLE else 1
         context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
         model = build_model(
             self.config.model,
             self.model_config,
-            engine,
+            shared,
             dtype=self.dtype,
             mesh=context.mesh,
             everyone=context.everyone,
             seed=self.config.as_training.run.seed,
         ).eval()
         heads, timeout = Heads.of(self.model_config), self.config.timeout
-        plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
+        plan = shared.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         context.collect(None)  # a barrier: all ranks start the clock together
         began = time.perf_counter()
         tell = (lambda done: progress(done, len(self.sequences))) if progress else None
@@ -164,8 +162,8 @@ class _Evaluator:
         losses = dict(found)
         return self._result(name, losses, time.perf_counter() - began)
 
-    def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
-        """Combine all ranks' losses. A rank reports the same sequences with every engine."""
+    def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> StrategyResult:
+        """Combine all ranks' losses. A rank reports the same sequences with every strategy."""
         if self.reference is None:
             self.reference = losses
         sums = {index: loss.sum(dtype=torch.float64).item() for index, loss in losses.items()}
@@ -174,9 +172,9 @@ class _Evaluator:
         by_index = {index: value for rank in by_rank for index, value in rank[0].items()}
         loss = math.fsum(by_index[index] for index in range(len(self.sequences))) / self.tokens
         if not math.isfinite(loss):
-            raise FloatingPointError(f"--engines {name}: loss {loss}; the model's weights or --dtype are to blame")
-        return EngineResult(
-            engine=name,
+            raise FloatingPointError(f"--strategies {name}: loss {loss}; the model's weights or --dtype are to blame")
+        return StrategyResult(
+            strategy=name,
             loss=loss,
             tokens=self.tokens,
             sequences=len(self.sequences),

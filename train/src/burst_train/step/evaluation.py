@@ -33,15 +33,16 @@ from ..config import (
     ParallelConfig,
     RunConfig,
     TrainConfig,
+    check_strategy,
 )
-from ..engines import ENGINES, EngineName
+from ..parallel import STRATEGIES
 
 HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Measure one model's perplexity with each engine, and how far the engines differ per token.
+    """Measure one model's perplexity with each strategy, and how far the strategies differ per token.
 
     Run directly, it launches local workers. Under torchrun it uses torchrun's ranks:
     torchrun --nproc-per-node 2 -m burst_attention.cli eval [OPTIONS].
@@ -51,8 +52,8 @@ class EvalConfig:
     """Folder or hub name of a model, such as one written by `burst train`, or a preset with random weights."""
     data: Name
     """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files."""
-    engines: Annotated[tuple[EngineName, ...], distinct] = ENGINES
-    """Engines to run. The reference for comparison is single, or the first engine that can run."""
+    strategies: Annotated[tuple[str, ...], distinct] = STRATEGIES
+    """Strategies to run, as for burst train. The reference is single, or the first one that can run."""
     seq_len: Length = 4096
     """Tokens per sequence."""
     sequences: Count = 100
@@ -66,7 +67,7 @@ class EvalConfig:
     dtype: DtypeOrAuto = "auto"
     """Dtype of the computation; weights are held in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     ranks: Ranks | None = None
-    """Local workers to launch; an engine's ranks share each sequence. Default: one per GPU, else one per core."""
+    """Local workers to launch; they share each sequence. Default: one per GPU, else one per core."""
     seed: NonNegativeInt = 0
     """Seed of a preset's random weights."""
     device: DeviceOrAuto = "auto"
@@ -81,6 +82,8 @@ class EvalConfig:
     def check(self) -> None:
         """Raise ValueError naming the first flag with an invalid value."""
         check_settings(self)
+        for name in self.strategies:
+            check_strategy(name, "strategies")
         if self.json is not None:
             require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
             require(self.json.parent.is_dir(), "json", self.json, "is in a missing directory; create it first")
@@ -108,21 +111,21 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineResult:
-    """Result of one engine over all sequences. A refused engine has no figures (None).
+class StrategyResult:
+    """Result of one strategy over all sequences. A refused one has no figures (None).
 
     Attributes:
-        engine: name of the engine.
+        strategy: its name.
         refused: why it can't run with this model, length and number of ranks.
         loss: mean negative log-likelihood in nats over ``tokens``.
         tokens: number of tokens with a target: all but the last of each document, over all sequences.
         sequences: number of sequences.
         seconds: wall time of the forward passes over all sequences on the slowest rank, without loading.
-        reference: the engine it is compared with, possibly itself.
+        reference: the strategy it is compared with, possibly itself.
         greatest_difference: largest absolute difference in log-likelihood from the reference over all tokens, in nats.
     """
 
-    engine: str
+    strategy: str
     refused: str | None = None
     loss: float | None = None
     tokens: int | None = None
@@ -143,18 +146,18 @@ class Evaluation:
 
     Attributes:
         setting: the flags by name, with the resolved values of ranks, device and dtype.
-        results: one per engine, in the order of ``--engines``. In JSON each has its ``perplexity`` too.
+        results: one per strategy, in the order of ``--strategies``. In JSON each has its ``perplexity`` too.
     """
 
     setting: dict[str, Any]
-    results: list[EngineResult]
+    results: list[StrategyResult]
 
     @classmethod
-    def of(cls, config: EvalConfig, results: list[EngineResult]) -> Evaluation:
+    def of(cls, config: EvalConfig, results: list[StrategyResult]) -> Evaluation:
         """Build it from the results of :func:`burst_train.step.evaluate.evaluate`."""
         setting = asdict(config)
         del setting["json"], setting["overwrite"]
-        return cls(setting=setting | {"engines": list(config.engines)}, results=results)
+        return cls(setting=setting | {"strategies": list(config.strategies)}, results=results)
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from burst_attention.attention.batch import Plans
@@ -27,9 +27,9 @@ from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
 from ..data.tokenizer import BYTES, Tokenizer, first_line
-from ..engines import Engine, Heads
-from ..engines.body import build_empty, run_on_shards, windows_of
 from ..memory import MemoryConfig
+from ..parallel import Heads, Parallelism
+from ..parallel.body import build_empty, run_on_shards, windows_of
 from ..presets import PRESETS
 from .activations import keep_less
 from .lora import add_adapters
@@ -63,14 +63,14 @@ def model_config(
     if max_positions is not None and max_positions < seq_len:
         raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to at least that")
     if model in PRESETS:
-        preset = PRESETS[model]
+        kind, preset = PRESETS[model]
         own = {
             "max_position_embeddings": max_positions or max(seq_len, preset.get("max_position_embeddings", 0)),
             "vocab_size": preset.get("vocab_size", tokenizer.vocab_size),
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
         }
-        config: PreTrainedConfig = LlamaConfig(**(preset | own))
+        config: PreTrainedConfig = CONFIG_MAPPING[kind](**(preset | own))
     else:
         config = loaded or load_config(model, training=training)
         config.max_position_embeddings = max_positions or getattr(config, "max_position_embeddings", None) or seq_len
@@ -166,7 +166,7 @@ def _check_parts(config: PreTrainedConfig) -> None:
 
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the global batch for an engine's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
+    """Return the global batch for a strategy's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
     ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
     return {"input_ids": ids, "labels": ids}
 
@@ -177,10 +177,10 @@ class NextTokenModel(nn.Module):
     This keeps the use of the head's weight inside the FSDP root's forward.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
+    def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__()
         self.model = model
-        self.engine = engine
+        self.parallelism = parallelism
         self.form = hf.find_form(model)
 
     def forward(
@@ -191,22 +191,22 @@ class NextTokenModel(nn.Module):
         *,
         per_token: bool = False,
     ) -> torch.Tensor:
-        """Return the loss of :func:`burst_attention.loss.next_token_loss` for a shard from the engine's ``shard``.
+        """Return the loss of :func:`burst_attention.loss.next_token_loss` for a shard from the strategy's ``shard``.
 
         ``per_token`` returns each token's loss instead, [B, S_local]: :func:`burst_attention.loss.next_token_nll`.
         """
-        hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
+        hidden, head = self.parallelism.hidden(self.model, shard, plans), self._head()
         plan, labels = Plans.of(plans).one, shard["shift_labels"]
         if per_token:
             return next_token_nll(hidden, head.weight, labels, plan, **head.options)
         return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
 
     def _head(self) -> Head:
-        return self.engine.head(hf.find_head(self.model, self.form))
+        return self.parallelism.head(hf.find_head(self.model, self.form))
 
     def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
         """Return the next token's logits [B, V] on the last token's rank; None elsewhere."""
-        hidden = self.engine.hidden(self.model, shard, plans)
+        hidden = self.parallelism.hidden(self.model, shard, plans)
         plan = Plans.of(plans).one
         here = (plan.positions == plan.seqlen - 1).nonzero()
         return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
@@ -215,7 +215,7 @@ class NextTokenModel(nn.Module):
 def build_model(
     name: str,
     config: PreTrainedConfig,
-    engine: Engine,
+    parallelism: Parallelism,
     *,
     dtype: torch.dtype,
     mesh: DeviceMesh,
@@ -224,7 +224,7 @@ def build_model(
     memory: MemoryConfig | None = None,
     lora: int | None = None,
 ) -> NextTokenModel:
-    """Build the model and shard its parameters. Weights do not depend on the engine or the number of ranks.
+    """Build the model and shard its parameters. Weights do not depend on the strategy or the number of ranks.
 
     Only rank 0 creates or loads the weights, so a machine holds them once. It sends the other ranks their shards.
 
@@ -264,9 +264,9 @@ def build_model(
     _, agreement = connect(resolve_group(mesh[CONTEXT]), None)
     keep_less(body_of(model), memory, agreement)
     run_on_shards(model)
-    wrapper = NextTokenModel(model.train(), engine)
+    wrapper = NextTokenModel(model.train(), parallelism)
     weights = dict(wrapper.state_dict()) if first else {}
-    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
+    parallelism.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in wrapper.buffers():  # rotary frequencies, which are in no state dict

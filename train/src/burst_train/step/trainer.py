@@ -24,12 +24,12 @@ from ..checkpoint.saving import resume
 from ..config import TrainConfig
 from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
-from ..engines import Heads, choose
-from ..engines.body import windows_of
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.trace import trace_name, traced
 from ..health.watch import StepWatch
+from ..parallel import Heads, choose
+from ..parallel.body import windows_of
 from ..run.metrics import StepRecord, Summary
 from .evaluate import token_losses
 from .model import batch_of, build_model, model_config
@@ -53,7 +53,7 @@ class Trainer:
             named=config.data.tokenizer,
         )
         self.windows = windows_of(self.model_config)
-        self.engine = choose(**config.how)
+        self.parallelism = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
         self.plan, self.plans = self._make_plans()
@@ -63,7 +63,7 @@ class Trainer:
         self.model = build_model(
             config.model.model,
             self.model_config,
-            self.engine,
+            self.parallelism,
             dtype=self.dtype,
             mesh=context.mesh,
             everyone=context.everyone,
@@ -134,11 +134,11 @@ class Trainer:
             tokens_per_second=self.tokens_per_step / seconds,
             seconds=seconds,
             tokens=step * self.tokens_per_step,
-            bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
+            bytes_sent=self.plan.transport.sent - sent if self.parallelism.posts else None,
             bytes_predicted=predicted,
             flops=flops,
             mfu=self._mfu([flops], seconds),
-            exchange_seconds=self._waited() - waited if self.engine.posts else None,
+            exchange_seconds=self._waited() - waited if self.parallelism.posts else None,
             left_out=left_out,
             spike=self._spikes.multiple(loss),
         )
@@ -187,7 +187,7 @@ class Trainer:
     def _forward(self, batch: list[TokenSequence], num_valid: int) -> tuple[Tensor, Plans]:
         """Return the batch's part of the mean loss over ``num_valid`` tokens, and its plans."""
         plans = self.plans.get(self.plan.seqlen, batch[0].cu_seqlens)
-        shard = self.engine.shard(batch_of(batch, self.context.device), plans)
+        shard = self.parallelism.shard(batch_of(batch, self.context.device), plans)
         return self.model(shard, plans, max(num_valid, 1)), plans
 
     def update(self) -> None:
@@ -303,9 +303,9 @@ class Trainer:
         return plan, PlanCache(plan, self.windows, causal=plan.mask.causal)
 
     def _make_plan(self, seqlen: int) -> Plan:
-        self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
+        self.parallelism.check(self.heads, seqlen, self.context.context_mesh.size())
         group, timeout = self.context.context_mesh, self.config.parallel.timeout
-        return self.engine.plan(
+        return self.parallelism.plan(
             seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype, rates=self.rates
         )
 
@@ -325,6 +325,8 @@ class Trainer:
     def _predict_sent(self, plans: Plans) -> int:
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
         layers = [plans[window] for window in self.windows]
-        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.micro_batch[0], dtype=self.dtype)
+        forward, backward = self.parallelism.sent(
+            layers, self.heads, batch=self.config.micro_batch[0], dtype=self.dtype
+        )
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

@@ -1,4 +1,4 @@
-"""Attention over a whole sequence on one device by PyTorch's own kernel, the reference for all engines."""
+"""Attention over a whole sequence on one device by PyTorch's own kernel, the reference for all strategies."""
 
 from __future__ import annotations
 

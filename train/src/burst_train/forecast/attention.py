@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import isqrt
+from math import ceil, isqrt, log2
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
-from burst_attention.planner.rates import Rates
+from burst_attention.planner.rates import Link, Rates
 from burst_attention.planner.timing import PassSimulation, Timed
 from burst_attention.planner.traffic import Messages, edge_messages
 
@@ -78,10 +78,7 @@ class Workload:
 
     def schedule(self, way: AttentionStrategy, rank: int = 0) -> Schedule:
         """Return the schedule of one rank that computes in this way."""
-        strategy = Candidate(way.groups, way.circulate).strategy(way.layout, way.route)
-        if not ROUTES[way.route].direct:
-            strategy = replace(strategy, circulate="auto", chunks="auto")
-        return self.laid_out(strategy, rank)
+        return self.laid_out(way.strategy, rank)
 
     def laid_out(self, strategy: Strategy, rank: int = 0) -> Schedule:
         """Return the planner's schedule of one rank, on the layout that all layers share."""
@@ -119,6 +116,12 @@ class AttentionStrategy:
 
     def __str__(self) -> str:
         return f"{self.layout} layout, {self.route} route, {Candidate(self.groups, self.circulate)}"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that selects this."""
+        strategy = Candidate(self.groups, self.circulate).strategy(self.layout, self.route)
+        return strategy if ROUTES[self.route].direct else replace(strategy, circulate="auto", chunks="auto")
 
     @property
     def most_ranks(self) -> int:
@@ -300,3 +303,61 @@ class _Line:
 def _sides(slices: int) -> float:
     """Return half the sum of a block's sides, in sequence groups."""
     return (isqrt(slices) + slices / isqrt(slices)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Bytes that a rank sends within its node and to other nodes, mean over ranks, and the time in seconds."""
+
+    inside: float = 0.0
+    across: float = 0.0
+    seconds: float = 0.0
+
+
+def gather(size: float, world: int, per_node: int, rates: Rates) -> Exchange:
+    """Return an all-gather of ``size`` bytes, the total of all ranks, by rings; a reduce-scatter costs the same.
+
+    Each rank sends W - 1 of W parts. A node sends each part once to the next node, spread over its ranks' ports. The
+    time is that of the busier kind of link, plus one message latency per doubling of the ranks.
+    """
+    if world == 1:
+        return Exchange()
+    sent, here = size * (world - 1) / world, min(per_node, world)
+    if world <= per_node:
+        return Exchange(inside=sent, seconds=sent / rates.inside.bytes_per_second + _latency(rates.inside, world))
+    inside, across = sent * (here - 1) / here, sent / here
+    port = across * (here if rates.across.shared else 1)
+    seconds = max(inside / rates.inside.bytes_per_second, port / rates.across.bytes_per_second)
+    return Exchange(inside=inside, across=across, seconds=seconds + _latency(rates.across, world))
+
+
+def _latency(link: Link, world: int) -> float:
+    return link.latency * ceil(log2(world))
+
+
+ALONE = AttentionStrategy(layout="contiguous", circulate="query")
+
+
+def alone(setting: Workload) -> Workload:
+    """Return the call over all tokens for a rank's share of the heads."""
+    shape, world = setting.shape, setting.world
+    own = replace(shape, q_heads=shape.q_heads // world, kv_heads=shape.kv_heads // world)
+    return replace(setting, world=1, shape=own)
+
+
+def tensor(setting: Workload, hidden: int) -> Call:
+    """Predict tensor parallelism with sequence parallelism.
+
+    Attention and feed-forward layer each gather all tokens' hidden states before and scatter them after. The backward
+    does the same number. The call includes the feed-forward layer's collectives, which computation does not hide.
+    """
+    size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
+    moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))
+
+    def both(one: Pass) -> Pass:
+        inside, across = 4 * moved.inside, 4 * moved.across
+        busiest = (one.busiest[0] + inside, one.busiest[1] + across)
+        seconds = one.seconds + 4 * moved.seconds
+        return replace(one, seconds=seconds, inside=one.inside + inside, across=one.across + across, busiest=busiest)
+
+    return replace(call, forward=both(call.forward), backward=both(call.backward))

@@ -1,4 +1,4 @@
-"""The interface of engines. All engines give the same loss and gradients; they differ in sharding and messages."""
+"""The interface of all strategies: they give the same loss and gradients; they differ in sharding and messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The sizes of a model that engines need.
+    """The sizes of a model that strategies need.
 
     Attributes:
         head_dim: of queries and keys; ``v_head_dim`` is that of values, ``head_dim`` if None.
@@ -87,7 +87,7 @@ def _options_of(config: Any) -> tuple[str, ...]:
     return ("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS)
 
 
-class Engine(Protocol):
+class Parallelism(Protocol):
     """A way to distribute a causal language model and its sequence over the ranks of a group."""
 
     @property
@@ -102,7 +102,7 @@ class Engine(Protocol):
         """Check that ``world`` ranks can share this model and ``seq_len`` tokens.
 
         Raises:
-            ValueError: they can't; the message names the engine and the reason.
+            ValueError: they can't; the message names the strategy and the reason.
         """
         ...
 

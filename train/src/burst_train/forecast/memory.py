@@ -1,7 +1,7 @@
-"""Predict the memory of a training step by formula, at any size and without the model's library.
+"""Predict the memory of a training step by formula, for the families of ``burst_train.forecast.models.FORMULA``.
 
-The formula gives the figures of ``burst_train.forecast.footprint``, which runs the model over tensors without data. A
-test compares the two. ``io`` is the bytes per element of the compute dtype. A literal 4 is the size of an fp32 element.
+Tests compare it with the tensors of real steps. ``io`` is the bytes per element of the compute dtype. A literal 4 is
+the size of an fp32 element.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class Step:
         attention_chunks: number of chunks of heads; each is an attention call.
         offload: whether layer inputs are kept elsewhere. :data:`RESIDENT` of them are on the device at the same time.
         low_bit: whether AdamW's moments take one byte each instead of four.
+        offloaded: whether weights, gradients and moments are in host memory, and so don't count.
         results: bytes of attention results that ``keep-attention`` saves in addition to out and lse.
         gathered: additional bytes at a layer's peak, for tokens gathered from other ranks.
+        whole: whether every rank holds embedding, head and norms whole, and the other weights are cut.
     """
 
     model: Model
@@ -50,10 +52,12 @@ class Step:
     attention_chunks: int = 1
     offload: bool = False
     low_bit: bool = False
+    offloaded: bool = False
     accumulates: bool = False
     kept: int = 0
     results: int = 0
     gathered: int = 0
+    whole: bool = False
 
     def parts(self) -> Mapping[str, int]:
         """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
@@ -67,11 +71,18 @@ class Step:
             moments = [Moment(*each.held, gradients=weights, weights_too=each.weights_too) for each in moments]
         most = max(moments, key=lambda each: each.gradients + sum(each.held) + gathered * (not each.weights_too))
         if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
-            largest = 2 * max(self._shard(each) for each in (*self.model.layer(), *self.model.root()))
+            largest = 2 * max(self._shard(each) for each in (*self.model.layer, *self.model.outside))
             parts = [weights, weights, moments_of_adamw + largest, 0, 0, 0, 0]
         else:
             parts = [weights, most.gradients, moments_of_adamw, gathered, *most.held]
-        return dict(zip(PARTS, parts, strict=True))
+        found = dict(zip(PARTS, parts, strict=True))
+        if self.whole:
+            more = 4 * round(self.model.root_size * (1 - 1 / self.world))
+            for part, times in (("weights", 1), ("gradients", 1), ("AdamW", 2)):
+                found[part] += times * more
+            cut = 2 * self.model.layer_size // self.world
+            found["gathered"] = self.io * (self.model.root_size + cut) * (found["gathered"] > 0)
+        return found | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.offloaded else found
 
     @property
     def total(self) -> int:
@@ -81,8 +92,8 @@ class Step:
     @property
     def weights(self) -> int:
         """Bytes of a rank's shards, in fp32."""
-        each = sum(map(self._shard, self.model.layer()))
-        return self.model.layers * each + sum(map(self._shard, self.model.root()))
+        each = sum(map(self._shard, self.model.layer))
+        return self.model.layers * each + sum(map(self._shard, self.model.outside))
 
     def _shard(self, matrix: Matrix) -> int:
         rows, columns = matrix
@@ -97,7 +108,7 @@ class Step:
         if self.remat == "none":
             norms = (8 + 4 * io) * m.hidden + 8 if self.mlp_chunks == 1 else 4 * io * m.hidden
             return self._tokens(norms + self._fed_kept() + self._attending()) + self.kept
-        attention = io * m.q_width + 4 * m.q_heads if self.remat == "keep-attention" else 0
+        attention = io * m.q_width + 4 * m.heads.q_heads if self.remat == "keep-attention" else 0
         return self._tokens(io * m.hidden + attention) + self.results * (self.remat == "keep-attention")
 
     def _kept(self, layers: int) -> int:
@@ -114,16 +125,16 @@ class Step:
         """Return the bytes per token that attention saves: q, k, v, out, lse, and tensors of q's and k's norms."""
         m, io = self.model, self.io
         if self.attention_chunks > 1:
-            return io * m.q_width + 4 * m.q_heads
-        norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.q_heads + m.kv_heads) if m.normed else 0
-        return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.q_heads + norms
+            return io * m.q_width + 4 * m.heads.q_heads
+        norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.heads.q_heads + m.heads.kv_heads) if m.normed else 0
+        return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.heads.q_heads + norms
 
     def kept_by_root(self, *, in_layers: bool = False) -> int:
         """Return the bytes saved outside layers: rotation tables, ids and, before layers' backwards, the last norm."""
         m, io = self.model, self.io
         wide = 4 * m.hidden * (self.mlp_chunks == 1)
         last = wide if in_layers else wide + 2 * io * m.hidden
-        return self._tokens(last + 12) + 2 * io * m.head_dim * self.tokens
+        return self._tokens(last + 12) + 2 * io * m.heads.head_dim * self.tokens
 
     def _loss(self) -> Moment:
         m, tokens = self.model, self.batch * self.tokens
@@ -144,7 +155,7 @@ class Step:
         """
         m, last = self.model, self._kept(self.model.layers) + self.kept_by_root(in_layers=True)
         first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.io // (1 if m.tied else 2)
-        each = sum(map(self._shard, m.layer()))
+        each = sum(map(self._shard, m.layer))
         beside, at_attention = self._in_a_layer()
         summed = 4 if self.world == 1 else 8
         for held, gradients in ((last, 0), (first, (m.layers - 1) * each)):
@@ -175,7 +186,7 @@ class Step:
     def _attending_again(self) -> float:
         """Return the bytes per token that attention saves when its layer runs again."""
         m, kept = self.model, self.remat == "keep-attention"
-        return self._attending() - kept * (self.io * m.q_width + 4 * m.q_heads)
+        return self._attending() - kept * (self.io * m.q_width + 4 * m.heads.q_heads)
 
     def _in_a_layer_in_chunks(self) -> tuple[int, int]:
         """As :meth:`_in_a_layer`, with norms and the feed-forward layer in chunks of tokens."""
@@ -201,8 +212,8 @@ class Step:
         chunk and the next one. out is free by then.
         """
         m, io, chunks = self.model, self.io, self.attention_chunks
-        keys = m.kv_width / min(chunks, m.kv_heads)
-        return 4 * m.hidden + 4 * m.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
+        keys = m.kv_width / min(chunks, m.heads.kv_heads)
+        return 4 * m.hidden + 4 * m.heads.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
 
 
 @dataclass(frozen=True)

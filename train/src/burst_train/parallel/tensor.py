@@ -4,7 +4,7 @@ Each rank holds some heads and some columns of the feed-forward layers, and comp
 needs no exchange. The two sums of each layer do. The sharding uses torch's ``parallelize_module``.
 
 Two changes make it a stronger baseline than the papers describe. The input of a block is gathered once for all its
-projections. The loss is divided among the ranks by tokens, as in all engines, so no tensor of the vocabulary's width is
+projections. The loss is divided among the ranks by tokens, as always, so no tensor of the vocabulary's width is
 exchanged. Embeddings, norms and the head are whole on every rank.
 """
 
@@ -36,38 +36,32 @@ from burst_attention.plan.strategy import Strategy
 
 from .contract import Heads, PlansByWindow
 from .parameters import shard_parameters
-from .sequence import of_engine
 from .whole import whole_attention
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose projections are known
 
 
 @dataclass(frozen=True)
-class TensorEngine:
-    """Tensor parallelism over the ranks of a group.
+class TensorParallelism:
+    """Tensor parallelism over the ranks of a group: ``tensor``, or ``tensor-sequence`` with sequence parallelism.
 
-    Attributes:
-        sequence: whether to add sequence parallelism: between blocks each rank holds only its tokens, and sums are
-            scattered instead of replicated.
+    With the latter each rank holds only its tokens between blocks, and sums are scattered instead of replicated.
     """
 
     name: str
-    layout: str
-    sequence: bool
     posts: bool = False
 
-    @classmethod
-    def named(cls, name: str, asked: Strategy) -> TensorEngine:
-        """Return the engine ``tensor`` or ``tensor-sequence``."""
-        strategy = of_engine(name, asked, layouts=("contiguous",), route="direct")
-        return cls(name, strategy.layout, name == "tensor-sequence")
+    @property
+    def sequence(self) -> bool:
+        """Whether sequence parallelism is added."""
+        return self.name == "tensor-sequence"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         """Raise ValueError unless the ranks divide the heads, the feed-forward columns and the sequence."""
         if heads.family not in FAMILIES:
             raise ValueError(
-                f"--engine {self.name} can't share the projections of a {heads.family}, only those of "
-                f"{', '.join(FAMILIES)}; use --engine burst"
+                f"--strategy {self.name} can't share the projections of a {heads.family}, only those of "
+                f"{', '.join(FAMILIES)}; leave --strategy out"
             )
         sizes = {
             "query heads": heads.q_heads,
@@ -78,13 +72,13 @@ class TensorEngine:
         for what, size in sizes.items():
             if size % world:
                 raise ValueError(
-                    f"--engine {self.name} shares {size} {what} equally, but {world} ranks don't divide them; "
-                    "use a number of ranks that does, or --engine burst"
+                    f"--strategy {self.name} shares {size} {what} equally, but {world} ranks don't divide them; "
+                    "use a number of ranks that does, or leave --strategy out"
                 )
 
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
         """Make the plan of one sequence over ``group``, with direct messages."""
-        return make_plan(seqlen, group=group, timeout=timeout, strategy=Strategy(layout=self.layout, route="direct"))
+        return make_plan(seqlen, group=group, timeout=timeout, strategy=Strategy(layout="contiguous", route="direct"))
 
     def spread(
         self,
@@ -97,7 +91,7 @@ class TensorEngine:
     ) -> None:
         """Split the layers' weights over the ranks of a context."""
         if offload:
-            raise ValueError(f"--optimizer-offload is not for --engine {self.name}; leave it out")
+            raise ValueError(f"--optimizer-offload is not for --strategy {self.name}; leave it out")
         model = wrapper.get_submodule("model")
         tied = model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
         parallelize_module(model, mesh[CONTEXT], self._styles(model))
@@ -106,8 +100,8 @@ class TensorEngine:
         left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if left:
             raise ValueError(
-                f"--engine {self.name} can't distribute {', '.join(left)}: their gradients would not be summed; "
-                "use --engine burst"
+                f"--strategy {self.name} can't distribute {', '.join(left)}: their gradients would not be summed; "
+                "leave --strategy out"
             )
         # FSDP2 shards over the data-parallel groups. It also keeps fp32 weights for a bf16 computation.
         shard_parameters(wrapper, mesh[DATA], dtype)

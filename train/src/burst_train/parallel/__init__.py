@@ -1,0 +1,57 @@
+"""How ranks share a model and a sequence: by the tokens with a strategy of the library, or by tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from burst_attention.plan.layout import BALANCED
+from burst_attention.plan.strategy import NAMED, strategy_of
+from burst_attention.planner.planner import Remat
+
+from .contract import Attend, Heads, Parallelism
+from .sequence import SequenceParallelism
+from .tensor import TensorParallelism
+from .whole import whole_attention
+
+SINGLE, TENSOR = "single", ("tensor", "tensor-sequence")
+FOREIGN = (SINGLE, *TENSOR)  # those whose attention is not :func:`burst_attention`
+STRATEGIES = (*NAMED, *FOREIGN)
+
+__all__ = [
+    "FOREIGN",
+    "STRATEGIES",
+    "TENSOR",
+    "Attend",
+    "Heads",
+    "Parallelism",
+    "SequenceParallelism",
+    "TensorParallelism",
+    "choose",
+]
+
+
+def choose(name: str, *, balanced: bool = False, remat: Remat = "none", attention_chunks: int = 1) -> Parallelism:
+    """Return how ranks share a sequence.
+
+    Args:
+        name: a strategy of :func:`burst_attention.make_plan`, by name or by its fields; ``tensor`` (Megatron-LM, arXiv
+            1909.08053), ``tensor-sequence`` (the same with sequence parallelism, arXiv 2205.05198), or ``single`` (one
+            rank for each sequence, PyTorch's own attention).
+        balanced: whether the layout is ``balanced``.
+        remat: recompute policy, which the planner takes into account.
+        attention_chunks: the number of chunks of heads.
+
+    Raises:
+        ValueError: the strategy is unknown.
+    """
+    if name in TENSOR:
+        return TensorParallelism(name)
+    if name == SINGLE:
+        return SequenceParallelism(name=name, attend=whole_attention)
+    try:
+        strategy = strategy_of(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {', '.join(FOREIGN)}") from None
+    if balanced:
+        strategy = replace(strategy, layout=BALANCED)
+    return SequenceParallelism(name=name, strategy=strategy, remat=remat, attention_chunks=attention_chunks)
