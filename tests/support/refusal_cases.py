@@ -365,7 +365,7 @@ COMMANDS: Cases = [
     ("burst train --ranks 4 --seq-len 3", "exit status 2: --seq-len 3 is shorter than the 4 ranks that share a"),
     (
         "burst train --remat keep-attention --strategy tensor",
-        "exit status 2: --remat keep-attention works only with",
+        "exit status 2: --remat keep-attention is not for --strategy tensor; use --remat layer",
     ),
     ("burst train --offload host", "exit status 2: --offload host moves the layer inputs that --remat layer or"),
     ("burst train --offload activations --remat layer", "exit status 2: --offload 'activations' was renamed; use"),

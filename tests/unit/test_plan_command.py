@@ -46,7 +46,7 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
 def test_the_command_fits_as_printed(capsys: Any) -> None:
     """If no strategy fits by itself, the options that it needs are added one by one."""
     out = reported(capsys, "--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "8")
-    assert out.count("does not fit") == 6 and "It fits with --remat layer --mlp-chunks 32: " in out
+    assert out.count("too large") == 6 and "It fits with --remat layer --mlp-chunks 32: " in out
     words = out.split("cli train ")[1].split(" --data")[0].split()
     given = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     del given["max_positions"]
@@ -217,7 +217,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
     burst = "layout=zigzag,route=direct,circulate=query,ulysses_degree=1"
     monkeypatch.setattr(plan, "forecasts", lambda request: [forecast_of(burst, request)])
     out = reported(capsys, "--seq-len", "16M", "--ranks", "4096", "--q-heads", "8", "--all")
-    assert max(worlds) == 64 and len(worlds) == 4
+    assert worlds == [32, 64]
     assert (
         f"{burst} is not simulated over all 4,096 ranks: it is extrapolated from simulations of 32 and 64 ranks" in out
     )

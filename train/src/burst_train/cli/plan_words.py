@@ -14,7 +14,7 @@ from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
 from ..forecast.models import FORMULA
 from ..forecast.request import ForecastRequest
 
-SHORT = ("strategy", "step time", "tokens/s per rank", "memory", "verdict")
+SHORT = ("strategy", "step", "tokens/s", "memory", "--remat", "verdict")
 # Columns of saving_rows: options; tokens; layer inputs outside the device; tokens/s at the given length.
 SAVING = ("options, added one by one", "longest", "offloaded", "tokens/s per rank")
 
@@ -39,12 +39,12 @@ def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tupl
     """Yield a row for each strategy: its name and the columns of :data:`SHORT`."""
     for each in found:
         if each.refused:
-            yield each.strategy, "-", "-", "-", "not possible (--all says why)"
+            yield each.strategy, "-", "-", "-", "-", "refused"
             continue
-        fits = {None: "memory unknown", True: "fits", False: "does not fit"}[each.fits]
-        remat = f" with --remat {each.remat}" if each.fits and request.model and each.remat != "none" else ""
         needs = "unknown" if each.bytes is None else bytes_text(each.bytes)
-        yield each.strategy, seconds_text(each.seconds), digits(each.tokens_per_second), needs, fits + remat
+        speed = digits(each.tokens_per_second * request.cluster.ranks)
+        fits = {None: "unknown", True: "fits", False: "too large"}[each.fits]
+        yield each.strategy, seconds_text(each.seconds), speed, needs, each.remat if request.model else "-", fits
 
 
 def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
