@@ -8,6 +8,7 @@ exception. It holds the sides of a block, which grow with the square root of the
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -34,6 +35,7 @@ def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, ca
     Args:
         calls: number of calls that overlap, in chunks of heads. Of the others, everything is included.
     """
+    setting = replace(setting, remat="none")  # which the buffers don't depend on
     slices = setting.world // way.groups.query
     if way.circulate == "blocks" and slices > SQUARES[1]:
         few, many = (_walked(way, setting, slices=n, dtype=dtype, calls=calls) for n in SQUARES)
@@ -43,6 +45,7 @@ def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, ca
     return _walked(way, setting, slices=few, dtype=dtype, calls=calls)
 
 
+@lru_cache(256)
 def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int) -> int:
     world = slices * way.groups.query
     seq_len = setting.seq_len * world // setting.world

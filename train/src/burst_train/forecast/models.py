@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from torch import nn
@@ -178,13 +178,18 @@ def model_of(name: str) -> Model:
         ValueError: no such model was found, ranks can't share it, or its work is not predicted.
     """
     if name in PRESETS:
-        kind, sizes = PRESETS[name]
-        return Model.of(CONFIG_MAPPING[kind](**sizes), name)
+        return _preset(name)
     config = load_config(name)
     try:
         return Model.of(config, name)
     except ValueError as error:
         raise ValueError(f"--model {name!r} {error}") from None
+
+
+@cache
+def _preset(name: str) -> Model:
+    kind, sizes = PRESETS[name]
+    return Model.of(CONFIG_MAPPING[kind](**sizes), name)
 
 
 def _matrix(parameter: nn.Parameter) -> Matrix:
