@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PINS := pyproject.toml train/pyproject.toml benchmarks/pyproject.toml constraints.txt
+PINS := pyproject.toml benchmarks/pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 # Without a GPU, PyTorch's build for the CPU is enough: 0.2 GB in place of 3 GB. Where that index can't be reached, the
 # next step takes what pip finds.
@@ -19,7 +19,7 @@ $(VENV)/.demo: $(PINS)
 	@echo "make: 1 of 2: without a GPU, PyTorch's build for the CPU, if its index can be reached"
 	@$(CPU_BUILD)
 	@echo "make: 2 of 2: everything else"
-	@$(PIP) -e . -e train
+	@$(PIP) -e '.[hf]'
 	@touch $@
 
 $(VENV)/.ready: $(PINS)
@@ -28,7 +28,7 @@ $(VENV)/.ready: $(PINS)
 	@echo "make: 1 of 2: without a GPU, PyTorch's build for the CPU, if its index can be reached"
 	@$(CPU_BUILD)
 	@echo "make: 2 of 2: everything else, about 100 packages"
-	@$(PIP) -e '.[train,trainer,bench,test,docs]' -e train -e benchmarks
+	@$(PIP) -e '.[dev]' -e benchmarks
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a small Llama on real long documents over 2 local ranks
@@ -54,7 +54,7 @@ check: $(VENV)/.ready  ## ruff, mypy and the import law
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo --no-cache pyproject.toml train/pyproject.toml
+	$(BIN)/lint-imports --no-logo --no-cache
 
 mutation: $(VENV)/.ready  ## seed faults one at a time and see the suite catch each
 	$(BIN)/python tests/tools/mutation.py

@@ -24,7 +24,7 @@ SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)
 def need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; pip install -e '.[peers]'")
+            pytest.skip(f"{package} is not installed; see `burst bench peers`")
 
 
 def compared(*given: Any, **options: Any) -> dict[str, compare.Outcome]:

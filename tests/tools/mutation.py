@@ -31,7 +31,7 @@ FAULTS = ROOT / "tests" / "faults.toml"
 class Fault:
     """``old`` becomes ``new`` in ``file``; ``tests`` (a pytest file and, optionally, a -k expression) must fail.
 
-    ``file`` is one of the library, or begins with ``train/`` or ``benchmarks/``.
+    ``file`` is one of the library, or begins with ``src/`` or ``benchmarks/``.
     """
 
     name: str
@@ -54,10 +54,10 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
     """'caught', or what is wrong, and the seconds it took."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="burst-mutation-") as folder:
-        copies = [Path(folder) / name for name in ("src", "train", "benchmarks")]
+        copies = [Path(folder) / name for name in ("src", "benchmarks")]
         for copy in copies:
             shutil.copytree(ROOT / copy.name, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        home = Path(folder) if fault.file.startswith(("train/", "benchmarks/")) else copies[0] / "burst_attention"
+        home = Path(folder) if fault.file.startswith(("src/", "benchmarks/")) else copies[0] / "burst_attention"
         target = home / fault.file
         text = target.read_text()
         if text.count(fault.old) != 1:
@@ -76,7 +76,7 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
             "not slow",
         ]
         command += ["-k", fault.only] if fault.only else []
-        paths = os.pathsep.join(map(str, (copies[0], copies[1] / "src", copies[2] / "src")))
+        paths = os.pathsep.join(map(str, (copies[0], copies[1] / "src")))
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

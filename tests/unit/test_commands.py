@@ -1,9 +1,8 @@
-"""The ``burst`` command finds other distributions' commands, and names what to install for a missing one."""
+"""The ``burst`` command finds its commands, and names what to install for one that lacks a package."""
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+import sys
 
 import pytest
 from burst_bench.command import PROGRAMS
@@ -11,22 +10,8 @@ from burst_bench.command import main as bench
 
 from burst_attention import cli
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install only the entry points of burst-attention-bench's pyproject.toml."""
-    groups = tomllib.loads((BENCHMARKS / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
-    folder = tmp_path / "burst_attention_bench-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: burst-attention-bench\nVersion: 0\n", "utf-8")
-    sections = (f"[{g}]\n" + "".join(f"{name} = {value}\n" for name, value in own.items()) for g, own in groups.items())
-    (folder / "entry_points.txt").write_text("\n".join(sections), "utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def test_bench_is_found_where_its_distribution_is(installed: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
     assert "usage: burst bench {attention,train,prefill}" in printed
@@ -47,11 +32,26 @@ def test_an_unknown_measurement_is_answered_with_those_that_exist(capsys: pytest
     assert "the task is speed; give one of attention, train, prefill, cost-model, " in capsys.readouterr().err
 
 
-def test_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
-    assert cli.main(["bench", "train"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("burst bench: not installed: pip install 'burst-attention[bench]'") and said.count("\n") == 1
+@pytest.mark.parametrize(
+    ("command", "missing", "remedy"),
+    [
+        ("bench", "burst_bench", "in a checkout: pip install -e benchmarks"),
+        ("train", "tomli_w", "pip install 'burst-attention[hf]'"),
+        ("plan", "transformers", "pip install 'burst-attention[hf]'"),
+    ],
+)
+def test_a_command_says_in_one_line_what_to_install(
+    command: str, missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [*sys.modules]:
+        if name.startswith(("burst_train", "burst_bench")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert cli.main([command, "--help"]) == 2
+    assert capsys.readouterr().err == f"burst {command}: {missing} is not installed: {remedy}\n"
+
+
+def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert "\n  bench      compare strategies" in capsys.readouterr().out
     assert cli.main(["bnech"]) == 2

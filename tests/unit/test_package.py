@@ -8,9 +8,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import EntryPoint, EntryPoints, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,42 +19,13 @@ from burst_attention import cli
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def project(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a distribution."""
-    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
-
-
-PROJECT = project(ROOT)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 def test_the_version_is_the_installed_packages(capsys):
     assert burst_attention.__version__ == version("burst-attention")
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"burst-attention {burst_attention.__version__}, torch ")
-
-
-@pytest.mark.parametrize("name", cli.OF_EXTRAS)
-def test_a_command_of_another_distribution(name, monkeypatch, capsys):
-    mine = EntryPoint(name, "operator:length_hint", cli.GROUP)
-    extra, _ = cli.OF_EXTRAS[name]
-    install = f"pip install 'burst-attention[{extra}]', or in a checkout: pip install -e {cli.FOLDERS[extra]}"
-    refused = f"burst {name}: not installed: {install}\n"
-    for entries, status, printed in ((EntryPoints(), 2, refused), (EntryPoints([mine]), 3, "")):
-        monkeypatch.setattr(cli, "entry_points", entries.select)
-        assert cli.main([name, "a", "b", "c"]) == status
-        assert capsys.readouterr() == ("", printed)
-
-
-def test_an_extra_brings_the_distribution_of_its_commands():
-    for extra, _ in cli.OF_EXTRAS.values():
-        assert extra in PROJECT["optional-dependencies"] and (ROOT / cli.FOLDERS[extra] / "pyproject.toml").is_file()
-    provided = {
-        name: distribution["name"]
-        for distribution in (project(ROOT / "train"), project(ROOT / "benchmarks"))
-        for name in distribution["entry-points"][cli.GROUP]
-    }
-    for name, (extra, _) in cli.OF_EXTRAS.items():
-        assert PROJECT["optional-dependencies"][extra] == [provided[name]]
 
 
 def test_the_trainers_extra_brings_what_their_bridge_imports():
@@ -110,19 +80,26 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     run(sys.executable, *pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("burst_attention-*.whl")
     held = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert held == {"burst_attention", f"burst_attention-{PROJECT['version']}.dist-info"}
+    assert held == {"burst_attention", "burst_train", f"burst_attention-{PROJECT['version']}.dist-info"}
     run(sys.executable, "-m", "venv", str(tmp_path / "bare"))
     bare = tmp_path / "bare" / "bin"
     run(str(bare / "python"), *pip, "install", *pins, "torch", str(wheel))
     reported = run(str(bare / "burst"), "--version").stdout
     assert reported.startswith(f"burst-attention {PROJECT['version']}, torch ")
     run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
-    for name, (extra, _) in cli.OF_EXTRAS.items():
+    for name in ("train", "plan", "eval", "export"):
         refused = run(str(bare / "burst"), name, status=2)
-        assert refused.stdout == ""
-        assert refused.stderr.count("\n") == 1
-        checkout = f"or in a checkout: pip install -e {cli.FOLDERS[extra]}\n"
-        assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]', {checkout}")
+        assert refused.stdout == "" and refused.stderr.count("\n") == 1
+        assert refused.stderr.endswith("is not installed: pip install 'burst-attention[hf]'\n")
+    assert run(str(bare / "burst"), "bench", status=2).stderr.endswith("in a checkout: pip install -e benchmarks\n")
+    run(str(bare / "python"), *pip, "install", *pins, f"{wheel}[hf]")
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
+    train = ("train", "--data", "text.txt", "--ranks", "1", "--steps", "2", "--seq-len", "64", "--out", "out")
+    assert "step 2/2" in run(str(bare / "burst"), *train).stdout
+    assert (
+        "Recommended"
+        in run(str(bare / "burst"), "plan", "--seq-len", "64K", "--ranks", "8", "--hardware", "h100-hgx").stdout
+    )
 
 
 def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):

@@ -85,7 +85,7 @@ class RunConfig:
     profile: Count | None = None
     """Step to profile. Every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
     wandb: Name | None = None
-    """Weights & Biases project to log to. Needs: pip install 'burst-attention[wandb]'."""
+    """Weights & Biases project to log to. Needs: pip install wandb."""
     on_nan: OnNan = "stop"
     """Action on a non-finite loss or gradient. Both choices report the rank and layer where it first appeared.
 

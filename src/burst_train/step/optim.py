@@ -26,7 +26,7 @@ _LEFT: dict[ScheduleName, Callable[[float], float]] = {
 def check_optimizer(config: TrainConfig) -> None:
     """Raise ValueError if ``--optimizer`` needs a package that is not installed."""
     if config.memory.optimizer == "adamw-8bit" and find_spec("torchao") is None:
-        raise ValueError("--optimizer adamw-8bit needs torchao: pip install 'burst-attention[torchao]'")
+        raise ValueError("--optimizer adamw-8bit needs torchao: pip install torchao")
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

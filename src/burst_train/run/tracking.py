@@ -19,7 +19,7 @@ ID = "burst-train-id.txt"
 def check_tracking(config: TrainConfig) -> None:
     """Raise ValueError if ``--wandb`` is given but wandb is not installed."""
     if config.run.wandb is not None and find_spec("wandb") is None:
-        raise ValueError(f"--wandb {config.run.wandb!r} needs wandb: pip install 'burst-attention[wandb]'")
+        raise ValueError(f"--wandb {config.run.wandb!r} needs wandb: pip install wandb")
 
 
 def _at_last(text: str) -> None:
