@@ -25,10 +25,10 @@ from burst_bench.harness.run import World
 from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject
 from burst_bench.harness.trace import Trace
 from burst_bench.harness.workload import Workload, random_qkv
-from burst_train.parallel import choose
 
 from burst_attention.plan.layout import Layout
 from burst_attention.planner.presets import preset
+from burst_train.parallel import choose
 
 EVERY = ("auto", "burst", "ring", "zigzag-ring", "ulysses", "tensor", "tensor-sequence")
 SMALL = Workload(task="train", strategies=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)

@@ -14,12 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from burst_train.cli.preflight import check_evaluation
-from burst_train.data.sequences import open_sequences
-from burst_train.parallel import STRATEGIES
-from burst_train.step.evaluate import _Evaluator, evaluate
-from burst_train.step.evaluation import EvalConfig, Evaluation
-from burst_train.step.loop import train
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -27,6 +21,12 @@ from burst_attention import DisagreementError, Mask, Strategy, make_plan
 from burst_attention.cli import main
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
+from burst_train.cli.preflight import check_evaluation
+from burst_train.data.sequences import open_sequences
+from burst_train.parallel import STRATEGIES
+from burst_train.step.evaluate import _Evaluator, evaluate
+from burst_train.step.evaluation import EvalConfig, Evaluation
+from burst_train.step.loop import train
 from tests.support.hf_models import SMALL
 from tests.support.training import config_of, write_corpus
 

@@ -7,13 +7,13 @@ import json
 
 import pytest
 import torch
-from burst_train.parallel import FOREIGN
-from burst_train.step.loop import Trainer, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_attention.launch.join import join
 from burst_attention.loss.head import default_chunk
+from burst_train.parallel import FOREIGN
+from burst_train.step.loop import Trainer, train
 from tests.support.training import config_of, losses, norms, write_corpus
 
 STEPS = 4

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from burst_train.run.errors import SaveError
 
 from burst_attention.launch.join import join
 from burst_attention.launch.local import launch
+from burst_train.run.errors import SaveError
 from tests.support.processes import is_alive
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from burst_train.parallel import STRATEGIES, Heads, choose
-from burst_train.parallel.whole import whole_attention
-from burst_train.step.loop import train
-from burst_train.step.model import build_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -20,6 +16,10 @@ from burst_attention.launch.mesh import make_mesh
 from burst_attention.plan.strategy import ALIASES, NAMED, strategy_of, text_of
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
+from burst_train.parallel import STRATEGIES, Heads, choose
+from burst_train.parallel.whole import whole_attention
+from burst_train.step.loop import train
+from burst_train.step.model import build_model
 from tests.support.training import config_of, losses, norms, write_corpus
 
 STEPS = 20

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from burst_bench.harness.calls import NAMES, errors_over_ranks
-from burst_train.parallel.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
@@ -21,6 +20,7 @@ from burst_attention.kernels.aten_ops import CpuFlash
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import torch_attention
+from burst_train.parallel.whole import whole_attention
 from tests.support.schedules import plan_options
 
 

@@ -13,16 +13,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from burst_train.checkpoint import writer as draft
-from burst_train.checkpoint.manifest import discard
-from burst_train.run.folder import list_checkpoints
-from burst_train.run.interrupt import InterruptedRunError, StopRequests
-from burst_train.step.loop import train
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Hardware, make_plan
 from burst_attention.testing import WorkerError
+from burst_train.checkpoint import writer as draft
+from burst_train.checkpoint.manifest import discard
+from burst_train.run.folder import list_checkpoints
+from burst_train.run.interrupt import InterruptedRunError, StopRequests
+from burst_train.step.loop import train
 from tests.support.training import config_of, losses, norms, weights, write_corpus
 
 STEPS = 7

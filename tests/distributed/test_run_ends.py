@@ -14,6 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
+
+from burst_attention import cli
+from burst_attention.launch.join import join
+from burst_attention.launch.local import RefusedError
+from burst_attention.testing import WorkerError
 from burst_train.checkpoint import writer as draft
 from burst_train.checkpoint.manifest import discard
 from burst_train.checkpoint.saving import Saver
@@ -25,12 +31,6 @@ from burst_train.run.interrupt import InterruptedRunError
 from burst_train.run.metrics import RunFolder, StepRecord, Summary, claim_run
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
-from transformers import AutoConfig
-
-from burst_attention import cli
-from burst_attention.launch.join import join
-from burst_attention.launch.local import RefusedError
-from burst_attention.testing import WorkerError
 from tests.distributed.test_saving import Reporter, end_at, steps_saved
 from tests.distributed.test_train_command import command, environment
 from tests.support.training import config_of, losses, write_corpus

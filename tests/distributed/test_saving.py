@@ -15,6 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from burst_attention.launch.join import join
+from burst_attention.testing import WorkerError
 from burst_train.checkpoint import files as checkpoint
 from burst_train.checkpoint import shards
 from burst_train.checkpoint.saving import Saver
@@ -24,10 +28,6 @@ from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
-from torch.distributed.tensor import Shard, distribute_tensor
-
-from burst_attention.launch.join import join
-from burst_attention.testing import WorkerError
 from tests.support.checkpoints import state_at
 from tests.support.training import config_of, losses, weights, write_corpus
 from tests.tools.survive import ROOT

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from burst_train.step.loop import Trainer, train
 
 from burst_attention.comm.transport import Transport
 from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
+from burst_train.step.loop import Trainer, train
 from tests.support.training import config_of, write_corpus
 
 LATE = 0.2

@@ -14,9 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from burst_train.cli.train import parse
-from burst_train.data.sequences import open_sequences
-from burst_train.step.loop import Trainer, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
@@ -24,6 +21,9 @@ from burst_attention import DisagreementError
 from burst_attention.comm.agreement import Agreement
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
+from burst_train.cli.train import parse
+from burst_train.data.sequences import open_sequences
+from burst_train.step.loop import Trainer, train
 from tests.support.training import config_of, losses, norms, weights, write_corpus
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_train.step.loop import train
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
+from burst_train.step.loop import train
 from tests.support.training import config_of, losses, norms, weights, write_corpus
 
 from .test_resume import end_at

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_train.cli.train import parse
-from burst_train.run.folder import list_checkpoints, step_of
-from burst_train.step.export import export
-from burst_train.step.loop import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burst_attention import cli
+from burst_train.cli.train import parse
+from burst_train.run.folder import list_checkpoints, step_of
+from burst_train.step.export import export
+from burst_train.step.loop import train
 from tests.support.processes import is_alive, workers_of
 from tests.support.training import config_of, losses, write_corpus
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from burst_train.cli.preflight import check_run
 from burst_train.data.sequences import open_sequences
 from burst_train.step.loop import train
-from transformers import AutoModelForCausalLM
-
 from tests.support.training import config_of, losses, write_corpus
 from tests.tools.families import model_class, tiny_config
 

@@ -10,6 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from burst_train.cli.preflight import check_run
 from burst_train.data.sequences import open_sequences
 from burst_train.health.flops import ModelFlops
@@ -18,10 +22,6 @@ from burst_train.run.folder import list_checkpoints
 from burst_train.step.export import export
 from burst_train.step.loop import train
 from burst_train.step.lora import add_adapters
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
-
 from tests.support.training import config_of, losses, weights, write_corpus
 
 from .test_train import SMALL, one_device

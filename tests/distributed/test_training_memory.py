@@ -9,11 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from burst_bench.harness.memory import give_back, peak_during, resident
-from burst_train.cli.preflight import predict_memory
-from burst_train.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from burst_train.forecast.memory import PARTS
-from burst_train.memory import MemoryConfig
-from burst_train.step.loop import Trainer
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -29,6 +24,11 @@ from transformers import (
 
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerPool
+from burst_train.cli.preflight import predict_memory
+from burst_train.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from burst_train.forecast.memory import PARTS
+from burst_train.memory import MemoryConfig
+from burst_train.step.loop import Trainer
 from tests.support.training import config_of
 
 BATCH = 8  # of short sequences: memory without the attention's time

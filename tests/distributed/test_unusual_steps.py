@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from burst_train.health.finite import Spikes
-from burst_train.step.loop import Trainer, train
 from torch.distributed.tensor import DTensor
 
 from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
+from burst_train.health.finite import Spikes
+from burst_train.step.loop import Trainer, train
 from tests.support.training import config_of, write_corpus
 
 

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from burst_attention.launch.join import join
 from burst_train.data.sequences import open_sequences
 from burst_train.parallel.parameters import SumByRank
 from burst_train.step.loop import Trainer
 from burst_train.step.model import model_config
-from transformers import AutoModelForCausalLM
-
-from burst_attention.launch.join import join
 from tests.support.training import config_of, write_corpus
 
 from .test_train import one_device

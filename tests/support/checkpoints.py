@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from burst_train.checkpoint.snapshot import settings_of
 from burst_train.config import TrainConfig
 

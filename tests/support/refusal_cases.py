@@ -15,10 +15,6 @@ from unittest import mock
 
 import peft
 import torch
-from burst_train import parallel
-from burst_train.data.corpus import open_corpus
-from burst_train.parallel.whole import whole_attention
-from burst_train.run.lock import claimed
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -27,6 +23,10 @@ from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
+from burst_train import parallel
+from burst_train.data.corpus import open_corpus
+from burst_train.parallel.whole import whole_attention
+from burst_train.run.lock import claimed
 from tests.support import vision_models
 from tests.support.adapters import LORA, TUNERS
 from tests.support.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model

@@ -14,14 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+
+from burst_attention.launch.processes import end_with
 from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.config import TrainConfig
 from burst_train.run.curve import draw_losses
 from burst_train.run.interrupt import InterruptedRunError
 from burst_train.step.loop import Trainer, train
 from burst_train.step.model import quieten_transformers
-
-from burst_attention.launch.processes import end_with
 
 # What a run would import when it needs it.
 for _name in (

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from burst_train.config import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flag_names
 from safetensors.torch import load_file
+
+from burst_train.config import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flag_names
 
 PARALLEL = ParallelConfig(device="cpu", timeout=60)
 

@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 from burst_train.config import TrainConfig  # noqa: E402
 from burst_train.run.folder import FOLDER  # noqa: E402
 from burst_train.run.metrics import AUTO, SUMMARY  # noqa: E402
-
 from tests.support.training import config_of, write_corpus  # noqa: E402
 
 STEPS, TIMEOUT, PATIENCE, GRACE = 8, 60.0, 120.0, 1.5

@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+
 from burst_train.data.ahead import ReadAhead
 from burst_train.data.corpus import open_corpus
 from burst_train.data.sequences import SequenceReader
 from burst_train.data.tokenizer import ByteTokenizer
-
 from tests.support.training import write_corpus
 
 LONG = 60

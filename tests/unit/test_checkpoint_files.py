@@ -10,6 +10,9 @@ import tracemalloc
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
+from burst_attention import cli
 from burst_train.checked import parse_json
 from burst_train.checkpoint import files as checkpoint
 from burst_train.checkpoint.manifest import DamagedError, discard, fingerprint, read_header, read_state, seal
@@ -17,9 +20,6 @@ from burst_train.checkpoint.state import State
 from burst_train.cli.export import chosen
 from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.lock import MARKER
-from safetensors.torch import save_file
-
-from burst_attention import cli
 from tests.support.checkpoints import state_at
 
 SHARDS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors")

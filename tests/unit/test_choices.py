@@ -6,15 +6,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from burst_bench import command as bench
-from burst_train.cli import plan
-from burst_train.parallel import STRATEGIES, choose
-from burst_train.step.evaluation import EvalConfig
 
 from burst_attention.attention.checks import DTYPES
 from burst_attention.cli import check
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.route import ROUTES
+from burst_train.cli import plan
+from burst_train.parallel import STRATEGIES, choose
+from burst_train.step.evaluation import EvalConfig
 
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from burst_train.run.lock import MARKER, RunFolderLock, check_inputs, claimed
 
 WRITES = ("new.txt", "model/*.json", "model.unfinished")

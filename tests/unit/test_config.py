@@ -9,6 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+
+from burst_attention import cli
+from burst_attention.launch import local as launch
 from burst_train.cli.train import parse, resolve
 from burst_train.config import (
     DataConfig,
@@ -26,9 +29,6 @@ from burst_train.run.lock import MARKER
 from burst_train.run.metrics import METRICS
 from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.optim import make_optimizer, make_schedule
-
-from burst_attention import cli
-from burst_attention.launch import local as launch
 
 
 def write(folder, text):
@@ -335,9 +335,10 @@ def test_the_learning_rate_falls_over_decay_steps_however_many_steps_there_are(s
 
 
 def test_presets_have_the_sizes_that_they_are_named_for():
+    from transformers import AutoModelForCausalLM
+
     from burst_train.data.tokenizer import ByteTokenizer
     from burst_train.step.model import model_config
-    from transformers import AutoModelForCausalLM
 
     sizes = {
         "tiny": (1e6, 4e6),

@@ -10,6 +10,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
+
 from burst_train.data.corpus import Files, open_corpus
 
 

@@ -7,6 +7,9 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
 from burst_train.checked import parse_json
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
@@ -21,8 +24,6 @@ from burst_train.data.sequences import (
     split_documents,
 )
 from burst_train.data.tokenizer import ByteTokenizer
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 
 class Texts:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from burst_train.data.sequences import TokenSequence
-from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
-from burst_train.parallel import Heads
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from burst_attention.plan.mask import Mask
+from burst_train.data.sequences import TokenSequence
+from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
+from burst_train.parallel import Heads
 
 CPU = torch.device("cpu")
 BORDERS = (0, 5, 6, 40, 64)

@@ -8,6 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
+from burst_attention.attention.batch import Plans
+from burst_attention.attention.footprint import peak_of
+from burst_attention.attention.hardware import shape_of
+from burst_attention.plan.balance import most_tokens
+from burst_attention.plan.groups import Groups
+from burst_attention.plan.rows import Direction
+from burst_attention.planner.choice import Candidate
+from burst_attention.planner.presets import preset
+from burst_attention.testing import local_world
 from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_train.forecast import buffers as buffers_module
 from burst_train.forecast.attention import (
@@ -29,17 +40,6 @@ from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
 from burst_train.parallel import Heads, choose
 from burst_train.presets import PRESETS
-
-from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
-from burst_attention.attention.batch import Plans
-from burst_attention.attention.footprint import peak_of
-from burst_attention.attention.hardware import shape_of
-from burst_attention.plan.balance import most_tokens
-from burst_attention.plan.groups import Groups
-from burst_attention.plan.rows import Direction
-from burst_attention.planner.choice import Candidate
-from burst_attention.planner.presets import preset
-from burst_attention.testing import local_world
 
 H100 = preset("h100-hgx")
 SHAPE = shape_of(torch.bfloat16, batch=2, q_heads=8, kv_heads=4, head_dim=16)

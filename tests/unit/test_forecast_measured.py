@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+
 from burst_train.cli import plan
 from burst_train.forecast.models import model_of
-
 from tests.tools.families import model_class, tiny_config
 
 # Attention layers by window; multiplications per token in the four layers' states and convolutions.

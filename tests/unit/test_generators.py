@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import torch
+
 from burst_train.checked import parse_json
 from burst_train.checkpoint.generators import Generators, read_generators, set_generators
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_train.parallel import choose
-from burst_train.step.model import NextTokenModel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +20,8 @@ from transformers import (
 from burst_attention import make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
+from burst_train.parallel import choose
+from burst_train.step.model import NextTokenModel
 from tests.support.hf_models import (
     HEADS,
     MODELS,

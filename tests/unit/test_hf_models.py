@@ -7,8 +7,6 @@ import re
 
 import pytest
 import torch
-from burst_train.data.tokenizer import ByteTokenizer
-from burst_train.step.model import model_config
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -36,6 +34,8 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import checks, parts
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
+from burst_train.data.tokenizer import ByteTokenizer
+from burst_train.step.model import model_config
 from tests.support.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
 
 

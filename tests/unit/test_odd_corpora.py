@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from burst_train.data.corpus import open_corpus
 from burst_train.data.tokenizer import ByteTokenizer
 

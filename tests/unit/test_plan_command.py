@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from burst_attention.cli import main
+from burst_attention.planner.presets import preset
 from burst_train.cli import plan
 from burst_train.cli.plan_words import headline, verdict
 from burst_train.forecast import attention as forecast
@@ -16,9 +19,6 @@ from burst_train.forecast.forecast import Forecast, forecast_of, savings
 from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster
-
-from burst_attention.cli import main
-from burst_attention.planner.presets import preset
 
 HARDWARE = ["--hardware", "h100-hgx"]
 

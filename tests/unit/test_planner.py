@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from burst_train.config import TrainConfig
-from burst_train.forecast.machines import Device
-from burst_train.forecast.request import Cluster, ForecastRequest
-from burst_train.memory import MemoryConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +39,10 @@ from burst_attention.planner.standing import representative
 from burst_attention.planner.timing import Computing, PassSimulation, Wire, _share, timed
 from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
+from burst_train.config import TrainConfig
+from burst_train.forecast.machines import Device
+from burst_train.forecast.request import Cluster, ForecastRequest
+from burst_train.memory import MemoryConfig
 from tests.support.schedules import Planned, make_schedule
 
 CPU = preset("cpu")

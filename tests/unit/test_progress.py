@@ -6,11 +6,12 @@ import io
 import math
 
 import pytest
+from matplotlib.axes import Axes
+from rich.console import Console
+
 from burst_train.cli.eval import QUIET, EvaluationScreen
 from burst_train.run.curve import WIDTH, draw_losses, smooth
 from burst_train.step.evaluation import StrategyResult
-from matplotlib.axes import Axes
-from rich.console import Console
 
 
 def test_progress_inside_a_strategy_is_shown_now_and_then():

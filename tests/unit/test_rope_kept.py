@@ -6,10 +6,6 @@ import copy
 
 import pytest
 import torch
-from burst_train.data.tokenizer import open_tokenizer
-from burst_train.parallel.body import build_empty, hidden_states
-from burst_train.step.export import _load, _write
-from burst_train.step.model import load_config, model_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from burst_attention import make_plan
@@ -17,6 +13,10 @@ from burst_attention.attention.batch import Plans, shard_tokens
 from burst_attention.attention.entry import burst_attention
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
+from burst_train.data.tokenizer import open_tokenizer
+from burst_train.parallel.body import build_empty, hidden_states
+from burst_train.step.export import _load, _write
+from burst_train.step.model import load_config, model_config
 
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},

@@ -11,6 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from burst_attention.cli.flags import flag
 from burst_train.checkpoint.snapshot import check_same_run, settings_of, settings_to_go_on
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
@@ -18,9 +21,6 @@ from burst_train.config import ParallelConfig, TrainConfig, flag_names
 from burst_train.parallel import choose
 from burst_train.run.folder import name_of
 from burst_train.run.metrics import Summary
-from rich.console import Console
-
-from burst_attention.cli.flags import flag
 
 ROOT = Path(__file__).resolve().parents[2]
 # By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.

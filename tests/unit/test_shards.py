@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from burst_train.checkpoint import shards
 from burst_train.checkpoint.manifest import fingerprint
 from burst_train.checkpoint.shards import Pace, write_tensors
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 TENSORS = {
     "b": torch.arange(7, dtype=torch.int64),

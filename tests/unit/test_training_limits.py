@@ -6,15 +6,15 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from burst_attention import cli
+from burst_attention.launch import local as launch
 from burst_train.cli import preflight
 from burst_train.data.tokenizer import ByteTokenizer
 from burst_train.memory import MemoryConfig, check_fits, free_memory
 from burst_train.step.evaluation import EvalConfig
 from burst_train.step.export import saved_dtype
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from burst_attention import cli
-from burst_attention.launch import local as launch
 
 GIB = 2**30
 

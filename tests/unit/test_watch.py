@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
+
 from burst_train.health import watch
 from burst_train.health.watch import StepWatch, Where, who_is_behind
 

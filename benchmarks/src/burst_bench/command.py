@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from burst_train.run.lock import RunFolderLock, claimed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +20,7 @@ from burst_attention.attention.checks import DtypeName
 from burst_attention.cli.flags import MOST_RANKS, Count, Name, Ranks, check_settings, distinct
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
+from burst_train.run.lock import RunFolderLock, claimed
 
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from burst_train import figures
 from rich.table import Table
+
+from burst_train import figures
 
 
 def terminal(rows: Iterable[Mapping[str, str]], **options: Any) -> Table:

@@ -19,11 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from burst_train.cli.preflight import predict_memory
-from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from burst_train.memory import MemoryConfig
-from burst_train.parallel import Heads, Parallelism, choose
-from burst_train.step.model import build_model
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
@@ -31,6 +26,11 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
+from burst_train.cli.preflight import predict_memory
+from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from burst_train.memory import MemoryConfig
+from burst_train.parallel import Heads, Parallelism, choose
+from burst_train.step.model import build_model
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident

@@ -34,7 +34,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -42,6 +41,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import Strategy
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
+from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
 
 from ..arguments import WrittenArguments, asked
 from ..harness.traffic_meter import TrafficMeter

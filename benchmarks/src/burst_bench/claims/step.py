@@ -23,15 +23,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from burst_train.data.sequences import TokenSequence
-from burst_train.health.flops import ModelFlops, peak_of
-from burst_train.parallel import Heads
 from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention import kernels
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
+from burst_train.data.sequences import TokenSequence
+from burst_train.health.flops import ModelFlops, peak_of
+from burst_train.parallel import Heads
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident

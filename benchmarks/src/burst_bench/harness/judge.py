@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from burst_train.parallel import choose
-from burst_train.step.model import quieten_transformers
 from torch import Tensor
 
 from burst_attention.testing.check import relative_l2
+from burst_train.parallel import choose
+from burst_train.step.model import quieten_transformers
 
 from .calls import errors_over_ranks, reference
 from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, whole_logits

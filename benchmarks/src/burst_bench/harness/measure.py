@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+
 from burst_train.parallel import Parallelism, choose
 
 from ..cluster.namespaces import interface_bytes

@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from burst_train.parallel import Parallelism, SequenceParallelism
-from burst_train.parallel.whole import whole_attention
-from burst_train.step.model import build_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
@@ -19,6 +16,9 @@ from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.rows import Direction
+from burst_train.parallel import Parallelism, SequenceParallelism
+from burst_train.parallel.whole import whole_attention
+from burst_train.step.model import build_model
 
 from .trace import Trace, traced
 from .workload import Workload, random_qkv

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from burst_train.parallel import Heads
 from torch import Tensor
 
 from burst_attention.planner.rates import Rates
+from burst_train.parallel import Heads
 
 BLOCK = 4096  # positions per block of random numbers
 
