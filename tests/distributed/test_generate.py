@@ -27,6 +27,8 @@ from tests.support.generating import alone, check_equal, generate, ids_of, model
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 NEW = 12
 
+STRIPED = "layout=striped,circulate=key-value,ulysses_degree=1"
+
 
 def at_all_worlds(name, ids, worlds=(1, 2, 3), **options):
     """Compare generated tokens and logits of these numbers of ranks with those of one process."""
@@ -82,7 +84,7 @@ def test_a_batch_of_different_lengths(name, lengths):
     at_all_worlds(name, ids, (1, 3), attention_mask=mask, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "striped-attention"])
+@pytest.mark.parametrize("strategy", ["ulysses", STRIPED])
 def test_any_strategy_fills_the_cache_and_takes_a_long_turn(strategy):
     """Over a striped cache, all ranks compute a later turn."""
     first, longer = ids_of(150), torch.cat([ids_of(150), ids_of(141)], 1)
@@ -94,7 +96,7 @@ def test_any_strategy_fills_the_cache_and_takes_a_long_turn(strategy):
     outs = over_ranks("gemma3", 2, use, strategy=strategy)
     check_equal([out for out, *_ in outs], alone("gemma3", first, max_new_tokens=1))
     check_equal([out for _, out, _ in outs], alone("gemma3", longer, max_new_tokens=NEW))
-    assert all(counts[0] == (64 if strategy == "striped-attention" else 70) for *_, counts in outs)
+    assert all(counts[0] == (64 if strategy == STRIPED else 70) for *_, counts in outs)
 
 
 SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
@@ -239,7 +241,7 @@ def test_every_rank_refuses_chunks_that_it_cannot_use():
                 own = ShardedCache(model.config, cache.group, prefill_chunk=chunk)
                 generate(model, own, ids_of(5))
 
-    over_ranks("llama", 2, use, strategy="striped-attention")
+    over_ranks("llama", 2, use, strategy=STRIPED)
 
 
 @pytest.mark.long

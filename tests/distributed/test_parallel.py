@@ -205,7 +205,7 @@ def test_unknown_strategies_are_refused():
         ("usp:x", "'usp:x' is unknown"),
         ("layout=zigzag,heads=2", "the field 'heads' is unknown; choose from layout"),
         ("layout=zigzag,layout=contiguous", "the field 'layout' is given twice"),
-        ("layout=around", "layout 'around' is unknown"),
+        ("layout=around", "layout='around' is unknown"),
     ):
         with pytest.raises(ValueError, match=reported):
             choose(name)

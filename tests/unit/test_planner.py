@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_rates
-from burst_attention.attention.renamed import OF_PLAN
 from burst_attention.kernels.pieces import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
@@ -450,13 +449,11 @@ def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -
         ({"call": {"q_heads": 8, "head_dim": 64, "dtype": torch.int32}}, TypeError, "int32"),
         ({"strategy": {"ulysses_degree": "half"}}, ValueError, "ulysses_degree='half'"),
         ({"call": {"remat": "all"}}, ValueError, "remat='all'"),
-        ({"strategy": "burst"}, ValueError, "strategy='burst' is unknown; choose one of auto, burst-attention"),
-        ({"strategy": "usp"}, ValueError, "usp:U"),
+        ({"strategy": "bursts"}, ValueError, "strategy='bursts' is unknown; choose one of auto, burst, ring"),
         ({"strategy": "usp:0"}, ValueError, "strategy='usp:0' is unknown"),
         ({"strategy": 4}, TypeError, "strategy=4 must be a Strategy or a name"),
         ({"call": 4}, TypeError, "call=4 must be a CallShape"),
         ({"hardware": "h100-hgx"}, TypeError, "hardware='h100-hgx' must be a Hardware"),
-        *(({old: 1}, TypeError, rf"make_plan\({old}=\.\.\.\) is now {new[:8]}") for old, new in OF_PLAN.items()),
     ],
 )
 def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], reported: str) -> None:

@@ -10,7 +10,6 @@ from .checks import caches_results, check_types, split_heads
 from .derivatives import check_transforms
 from .operator import FORMULA_VERSION, attend, gradients_wanted
 from .plan import Plan
-from .renamed import OF_CALL, renamed
 
 
 @overload
@@ -39,7 +38,6 @@ def burst_attention(
     sinks: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor: ...
-@renamed(OF_CALL)
 def burst_attention(
     q: Tensor,
     k: Tensor,

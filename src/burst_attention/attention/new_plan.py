@@ -35,13 +35,11 @@ from .hardware import (
 )
 from .plan import MOST_TOKENS, Plan, check_seqlen, exchange_small
 from .probe import measured
-from .renamed import OF_PLAN, renamed
 from .usage import Usage
 
 MOST_SOURCE = 200  # characters of where rates come from, in the record that all ranks get
 
 
-@renamed(OF_PLAN)
 def make_plan(
     seqlen: int,
     *,
@@ -69,8 +67,8 @@ def make_plan(
             are seen by no query. k and v then have :attr:`Plan.key_length` rows.
         query_offset: the position of the first query. Causal masks, windows and documents compare positions.
         strategy: how to compute it: a :class:`~burst_attention.Strategy`, or a published scheme by name:
-            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``all-gather``,
-            ``ulysses``, or ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
+            ``burst``, ``ring``, ``zigzag-ring``, ``all-gather``, ``ulysses``, ``usp``, or ``usp:U`` with a Ulysses
+            degree U; or fields, such as ``layout=zigzag,ulysses_degree=4``. None: the planner chooses everything.
         call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
         hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
             ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures,

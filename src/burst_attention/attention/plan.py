@@ -29,7 +29,6 @@ from ..planner.planner import Planner
 from . import unshard as resharding
 from .buffers import DeviceIndices
 from .hardware import checked_shape
-from .renamed import OF_CALL, renamed
 from .usage import Usage
 
 # torch operators take numbers, not plans. This registry holds plans weakly: each belongs to its caller.
@@ -292,7 +291,6 @@ class Plan:
                 for direction in Direction:
                     self.schedule.program(circulate, direction, groups)
 
-    @renamed(OF_CALL)
     def bytes(
         self,
         *,
@@ -324,7 +322,6 @@ class Plan:
         groups, circulate = self.planner.decide(self.schedule, shape, caches=attention_chunks == 1, lse=lse)
         return self.schedule.traffic(shape, circulate, groups) * attention_chunks
 
-    @renamed(OF_CALL)
     def explain(
         self,
         *,

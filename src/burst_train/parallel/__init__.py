@@ -51,7 +51,8 @@ def choose(name: str, *, balanced: bool = False, remat: Remat = "none", attentio
     try:
         strategy = strategy_of(name)
     except ValueError as error:
-        raise ValueError(f"{error}; or {', '.join(FOREIGN)}") from None
+        more = "" if "=" in name else f"; or {', '.join(FOREIGN)}"
+        raise ValueError(f"{error}{more}") from None
     if balanced:
         strategy = replace(strategy, layout=BALANCED)
     return SequenceParallelism(name=name, strategy=strategy, remat=remat, attention_chunks=attention_chunks)

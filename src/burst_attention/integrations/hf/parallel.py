@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_of, shard_tokens
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
-from burst_attention.attention.renamed import renamed
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
@@ -48,7 +47,6 @@ _SAME_WEIGHTS = (
 )
 
 
-@renamed({"layout": "strategy=Strategy(layout=...)"})
 def parallelize(
     model: Model,
     group: Any = None,

@@ -79,8 +79,6 @@ class BurstMixin(OneGeneration):
         memory: Memory | None = None,
         **kwargs: Any,
     ) -> None:
-        if "layout" in kwargs:
-            raise TypeError("BurstMixin(layout=...) is now strategy=Strategy(layout=...)")
         check_trainer(type(self))
         check_hooks(type(self), BurstMixin)
         self._context_size = context_size
