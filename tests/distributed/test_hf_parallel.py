@@ -372,7 +372,13 @@ BEHIND[0, -2:] = 0
     ("name", "case", "changes", "calls", "message"),
     [
         ("llama", "plain", {"switched": True, "labels": None, "logits_to_keep": 2}, "all", "call model.set_attn"),
-        ("llama", "plain", {"input_ids": FAR}, "one", f"input_ids holds {VOCABULARY}, outside of the model's"),
+        (
+            "llama",
+            "plain",
+            {"input_ids": FAR},
+            "one",
+            f"input_ids holds {VOCABULARY}, outside of the",
+        ),
         ("llama", "plain", {"num_items_in_batch": torch.tensor(0)}, "all", "num_items_in_batch=0, but"),
         ("llama", "plain", {"num_items_in_batch": -5, "fused_lm_head": True}, "all", "not negative"),
         ("llama", "plain", {"output_router_logits": True}, "all", "LlamaForCausalLM has no router loss"),

@@ -365,6 +365,15 @@ def test_a_held_out_loss_is_of_the_step_after_which_it_was_measured(pools, corpu
     assert (summary.best_step, summary.best_held_out_loss) == (4, 2.0), "what was evaluated after step 2 is lost"
 
 
+def test_a_short_run_leaves_a_checkpoint_that_goes_on(pools, corpus, tmp_path):
+    """By default a run saves every 30 minutes, and at its end."""
+    config = config_of(corpus, tmp_path, steps=2, decay_steps=4)
+    pools(1).run(train, config)
+    assert steps_saved(tmp_path) == [2]
+    pools(1).run(train, replace(config, run=replace(config.run, steps=4, resume="newest")))
+    assert steps_saved(tmp_path) == [2, 4] and len(losses(tmp_path)) == 4
+
+
 def test_a_run_that_went_back_forgets_the_best_of_the_way_that_it_gave_up(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, steps=4, eval_every=1, save_every="9", keep=9)
     pools(1).run(train_scripted, config, {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
@@ -372,7 +381,7 @@ def test_a_run_that_went_back_forgets_the_best_of_the_way_that_it_gave_up(pools,
     config = replace(config, run=replace(config.run, resume=early))
     (summary,) = pools(1).run(train_scripted, config, {3: 2.5, 4: 2.7})
     assert (summary.best_step, summary.best_held_out_loss) == (3, 2.5)
-    assert steps_saved(tmp_path) == [1, 2, 3]
+    assert steps_saved(tmp_path) == [1, 2, 3, 4]
 
 
 def train_evaluating_slowly(config, seconds):

@@ -92,6 +92,8 @@ def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, statu
     assert time.monotonic() - began < 20
     if signalled == "worker":
         assert reported.splitlines()[-1].startswith("burst train: rank 1 failed: killed by SIGKILL")
+    else:
+        assert "Ctrl-C after step" in reported and "SIGTERM" not in reported
     deadline = time.monotonic() + 5
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -24,6 +24,10 @@ EQUAL = [
     ("roberta", "ForMaskedLM", "whole", 4),
     ("modernbert", "ForMaskedLM", "padded", 3),
     ("gptj", "ForCausalLM", "packed", 4),
+    ("opt", "ForCausalLM", "packed", 2),
+    ("minicpm3", "ForCausalLM", "packed", 2),
+    ("modernbert-decoder", "ForCausalLM", "packed", 2),
+    ("electra", "ForCausalLM", "packed", 2),
     ("falcon", "ForCausalLM", "padded", 2),
     ("mvp", "ForCausalLM", "padded", 2),
 ]

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BartConfig,
+    BertConfig,
     BloomConfig,
     BloomForCausalLM,
     Cohere2Config,
     GPT2Config,
+    GPTJConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -22,6 +27,7 @@ from transformers import (
     OPTForCausalLM,
     Qwen2MoeConfig,
     RecurrentGemmaConfig,
+    RobertaConfig,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -31,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, parts
+from burst_attention.integrations.hf import checks, models, parts
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
 from burst_train.data.tokenizer import ByteTokenizer
@@ -44,7 +50,7 @@ def over_ranks(call, world=2):
     with pytest.raises(WorkerError) as caught, local_world(world, timeout=20) as ranks:
         ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))
     assert len(caught.value.errors) == world
-    assert {type(error) for error in caught.value.errors.values()} == {ValueError}
+    assert {type(error) for error in caught.value.errors.values()} == {ValueError}, caught.value
     return str(caught.value.errors[0])
 
 
@@ -155,7 +161,52 @@ def test_a_hybrid_that_is_not_parallelized_is_refused():
 def test_what_names_do_not_tell_is_measured(part):
     model = with_part(part)
     reported = over_ranks(lambda plan: hf.check_model(model, plan))
-    assert "hidden states of LlamaForCausalLM depend on other tokens, on their place or on their number" in reported
+    assert "hidden states of LlamaForCausalLM depend on " in reported and "and each rank would see only its" in reported
+
+
+STATISTICS = {
+    "maximum": lambda x: x / x.abs().max(),
+    "maximum of a channel": lambda x: x / x.abs().amax((0, 1)),
+    "quantized by the maximum": lambda x: (x * (127 / x.abs().max())).round() * (x.abs().max() / 127),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "norm": lambda x: x / x.norm(),
+    "threshold of the largest": lambda x: x * (x.abs() >= x.abs().flatten().topk(max(1, x.numel() // 4)).values[-1]),
+    "capacity": lambda x: x * (torch.arange(x.shape[1]) < 14)[:, None],
+    "capacity for equal tokens": lambda x: x * (_earlier_equal(x) < 7)[..., None],
+    "batch statistics": lambda x: (x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-5).sqrt(),
+}
+
+
+def _earlier_equal(x):
+    """For each token the number of earlier tokens that an expert, picked by the largest channel, would also get."""
+    picked = x.argmax(-1)
+    return torch.tril(picked[..., None] == picked[:, None], -1).sum(-1)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_declared_part_that_depends_on_a_statistic_of_all_tokens_is_found(statistic):
+    """Of 12 random models none may pass; the statistic may lie in the tokens that are compared."""
+
+    @hf.token_wise
+    class Declared(nn.Module):
+        def forward(self, x):
+            return STATISTICS[statistic](x)
+
+    passed = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = make_model("llama")
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        model.model.layers[seed % 2].mlp.down_proj = nn.Sequential(
+            Declared(), model.model.layers[seed % 2].mlp.down_proj
+        )
+        try:
+            models._check_by_measure(model, make_plan(SEQLEN))
+            passed.append(seed)
+        except ValueError as error:
+            assert "depend on" in str(error)
+    assert not passed
 
 
 def test_random_values_are_measured_in_training():
@@ -419,3 +470,78 @@ def test_plans_of_other_documents_are_refused():
     other = plan.with_mask(Mask(window=7, cu_seqlens=(0, 5, SEQLEN)))
     with pytest.raises(ValueError, match="masks of different documents, prefixes or blocks"):
         checks.choose({None: plan, 7: other}, 7)
+
+
+BEYOND = {
+    "gpt2": (
+        GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=24),
+        "position_ids holds 29, outside of the 24 rows",
+    ),
+    "gptj": (
+        GPTJConfig(n_embd=32, n_layer=1, n_head=2, n_positions=24, rotary_dim=8),
+        "position_ids holds 29, outside of the 24 rows",
+    ),
+    "opt": (
+        OPTConfig(hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=24),
+        "position_ids holds 29, outside of the 24 rows",
+    ),
+    "bart": (
+        BartConfig(
+            d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, max_position_embeddings=24
+        ),
+        "position_ids holds 29, outside of the 24 rows",
+    ),
+    "bert": (
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=24),
+        "position_ids holds 29, outside of the 24 rows",
+    ),
+    "bert's types": (
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64),
+        "token_type_ids holds 2, outside of the 2 rows",
+    ),
+    "roberta": (
+        RobertaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=24),
+        "position_ids holds 31, outside of the 24 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_integers_beyond_their_table_are_refused_on_every_rank(name):
+    """By one rank's IndexError the others would wait until their deadline."""
+    config, refusal = copy.deepcopy(BEYOND[name])
+    for setting in ("vocab_size", "intermediate_size"):
+        setattr(config, setting, 64)
+    for setting in [name for name in config.to_dict() if "drop" in name]:
+        setattr(config, setting, 0.0)
+    kind = AutoModelForMaskedLM if "bert" in name else AutoModelForCausalLM
+    made, ids = kind.from_config(config).double().eval(), torch.arange(30)[None] + 4
+    batch = {"input_ids": ids, "labels": ids}
+    if "types" in name:
+        batch["token_type_ids"] = torch.arange(30)[None] // 14
+
+    def call(plan):
+        model = hf.parallelize(copy.deepcopy(made), plan.transport.group)
+        short = {key: x[:, :14] for key, x in batch.items()}
+        assert model(**short).loss.isfinite()
+        model(**batch)
+
+    assert refusal in over_ranks(call)
+
+
+def test_dropout_is_refused_by_the_names_of_the_models_own_settings():
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, summary_first_dropout=0.0)
+    model = AutoModelForCausalLM.from_config(config).double().train()
+    ids = torch.arange(30)[None]
+    named = "attn_pdrop=0.1"
+
+    def call(plan):
+        return hf.parallelize(copy.deepcopy(model), plan.transport.group)(input_ids=ids, labels=ids)
+
+    reported = over_ranks(call)
+    assert all(f"{name}_pdrop=0.1" in reported for name in ("attn", "embd", "resid")), reported
+    for each in model.modules():
+        if type(each) is nn.Dropout:
+            each.p = 0.0
+    model.transformer.h[0].attn.attn_dropout.p = 0.1
+    assert named in over_ranks(call)

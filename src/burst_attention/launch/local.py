@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .memory import kills_for_memory, why_killed
-from .processes import ENDING, INTERRUPTED, UNSAVED, end_with, watch
+from .processes import ENDING, INTERRUPTED, KEYBOARD, UNSAVED, end_with, watch
 
 GRACE = 1.5  # seconds that ranks have to exit after a failure, and again after SIGTERM
 
@@ -142,7 +142,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
 
     Args:
         worker: a module-level function. It reads its rank from torchrun's environment variables.
-        patient: whether to forward the first Ctrl-C or SIGTERM to the ranks, as SIGTERM, and let them finish. A second
+        patient: whether to forward the first Ctrl-C or SIGTERM to the ranks, and let them finish. A second
             Ctrl-C ends them.
 
     Returns:
@@ -160,11 +160,12 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
-        """Send SIGTERM to the ranks that still run."""
+        """Tell the ranks that still run: by SIGTERM, or by :data:`KEYBOARD` for Ctrl-C."""
         forwarded.append(number)
         for process in processes:
-            if process.is_alive():
-                process.terminate()
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, KEYBOARD if number == signal.SIGINT else signal.SIGTERM)
 
     with (
         tempfile.TemporaryDirectory(prefix="burst-ranks-") as folder,
@@ -188,7 +189,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             failures = _wait_for_all(processes, Path(folder), kills)
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
-            if forwarded and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+            if forwarded and all(failure.exitcode in (-signal.SIGTERM, -KEYBOARD) for failure in failures.values()):
                 return 128 + forwarded[0]  # the signal came before the ranks had anything to save
             killed = _end(processes, failures, Path(folder))
             _show(command, min(failures.values(), key=Failure.order), killed)
@@ -320,7 +321,7 @@ def _worker(
 ) -> None:
     """Run one rank with torchrun's environment variables; write its error to a file in ``folder``."""
     # Python's own handler waits for the running call, which may be an exchange with a dead rank. A terminal sends
-    # Ctrl-C to all processes; a patient launcher forwards it as SIGTERM, so its ranks ignore SIGINT.
+    # Ctrl-C to all processes; a patient launcher forwards it, so its ranks ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
     if os.getppid() == parent:
         end_with(parent)

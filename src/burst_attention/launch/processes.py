@@ -12,6 +12,7 @@ import threading
 # Exit statuses of a rank and of its launcher: EX_IOERR and EX_TEMPFAIL of sysexits.h.
 UNSAVED = 74  # the run ended, but some of its checkpoints could not be written
 INTERRUPTED = 75  # the run was asked to stop and saved a checkpoint
+KEYBOARD = signal.SIGUSR2  # what a patient launcher sends to its ranks for Ctrl-C
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # blocked in a fork server, which its ranks undo
 _PR_SET_PDEATHSIG = 1
 

@@ -55,7 +55,7 @@ class Saver:
         self._longest_step = self._longest_save = self._copying = self._expected_save = 0.0
         self._draft: CheckpointWriter | None = None
         self._held_out: float | None = None  # of the checkpoint being written
-        self._waited = False
+        self._waited = self._ran = False
         self._saved: list[int] = []
         self._failed: dict[int, float] = {}  # held-out loss by step, infinite if not measured
         self._out, self._is_first = Path(run.config.run.out), run.context.rank == 0
@@ -72,7 +72,7 @@ class Saver:
         Raises:
             InterruptedRunError: on all ranks, if one was asked to stop; the run's state was saved if possible.
         """
-        run, draft = self.run, self._draft
+        run, draft, self._ran = self.run, self._draft, True
         self._longest_step = max(self._longest_step, seconds)
         # Time to reserve before the deadline: a slow step, a slow save, and the save being written.
         save = self._longest_save or self._expected_save
@@ -115,9 +115,11 @@ class Saver:
         return self._seal()
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written. Every rank must call it after the last step."""
+        """Leave a checkpoint of the last step. Every rank must call it after the last step."""
         if self._draft is not None:
             self._seal()
+        if self._ran and self.run.step not in (*self._saved, *self._failed):
+            self.save()
 
     @property
     def missing(self) -> list[int]:

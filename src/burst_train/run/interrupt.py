@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from burst_attention.launch.processes import INTERRUPTED
+from burst_attention.launch.processes import INTERRUPTED, KEYBOARD
 
 DEADLINE = 255  # code for the deadline; signal numbers are smaller
 
@@ -18,7 +18,7 @@ class InterruptedRunError(Exception):
     """A run ended before its last step because it was asked to.
 
     Attributes:
-        reason: source of the request: ``SIGTERM``, ``SIGINT`` or ``--deadline``.
+        reason: source of the request: ``SIGTERM``, ``Ctrl-C`` or ``--deadline``.
         step: the last finished step.
         saved: the checkpoint after it; None if it could not be written.
     """
@@ -56,7 +56,7 @@ class StopRequests:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
-        """Note SIGTERM and SIGINT instead of ending the process; handlers set by others stay.
+        """Note SIGTERM, SIGINT and a launcher's Ctrl-C instead of ending the process; handlers set by others stay.
 
         Python sets signal handlers only in the main thread; in other threads this does nothing.
         """
@@ -64,7 +64,7 @@ class StopRequests:
             yield self
             return
         plain = (signal.SIG_DFL, signal.default_int_handler)
-        asked = (signal.SIGTERM, signal.SIGINT)
+        asked = (signal.SIGTERM, signal.SIGINT, KEYBOARD)
         before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
         for number in before:
             signal.signal(number, self._note)
@@ -91,4 +91,6 @@ class StopRequests:
 
 def reason_of(number: int) -> str:
     """Return the name of a result of :meth:`StopRequests.asked`."""
+    if number in (signal.SIGINT, KEYBOARD):
+        return "Ctrl-C"
     return "--deadline" if number == DEADLINE else signal.Signals(number).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ TOKENS = ("token_type_ids",)  # other arguments of each token
 _ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
 # Arguments without an effect on the output of a parallelized model.
 _IGNORED = ("use_cache", "cache_position")
+_TABLES = {
+    "input_ids": "resize the model's embeddings",
+    "position_ids": "shorten or pack the documents, or load a model with more positions",
+    "token_type_ids": "pass types that the model has",
+}
 _REMEDIES = {
     "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
     "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
@@ -113,13 +119,7 @@ def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: flo
     labels = rows.targets if given.get("labels") is None else given["labels"]
     if labels is not None and not isinstance(labels, torch.Tensor):
         raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    low, high = (int(x) for x in rows.input_ids.aminmax())
-    if known is not None and (low < 0 or high >= known):
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"input_ids holds {wrong}, outside of the model's vocabulary of {known}; resize the model's embeddings"
-        )
+    _check_indices(model, rows)
     if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
         raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
     if keep and rows.real is not None and not rows.real[:, -keep:].all():
@@ -129,6 +129,26 @@ def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: flo
             f"position_ids, or padding in front, move a row's first token away from position 0, which changes the "
             f"result of {type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
         )
+
+
+def _check_indices(model: Any, rows: BatchRows) -> None:
+    """Refuse integers beyond the table that they index, where one rank alone would raise an IndexError."""
+    tables = {"input_ids": getattr(model.get_input_embeddings(), "num_embeddings", None), **model._burst.tables}
+    given = {"input_ids": rows.input_ids, **rows.others}
+    known = [name for name in given if tables.get(name) is not None]
+    ranges = [x for name in known for x in given[name].long().aminmax()]
+    read = torch.stack(ranges).view(-1, 2).tolist() if ranges else []  # a GPU's host waits once
+    found = dict(zip(known, read, strict=True))
+    if "position_ids" not in given:  # they count the tokens of a document
+        borders = rows.cu_seqlens or (0, rows.input_ids.shape[1])
+        found["position_ids"] = [0, max(after - before for before, after in itertools.pairwise(borders)) - 1]
+    for name, (low, high) in found.items():
+        size = tables.get(name)
+        if size is not None and (low < 0 or high >= size):
+            raise ValueError(
+                f"{name} holds {low if low < 0 else high}, outside of the {size} rows of the model's table; "
+                f"{_TABLES[name]}"
+            )
 
 
 def wants_router(model: Any, given: Mapping[str, Any]) -> bool:

@@ -149,10 +149,19 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
     )
 
 
-def check_keywords(dropout: float, others: Mapping[str, Any]) -> None:
+def dropouts_of(config: Any) -> str:
+    """Return the settings of a configuration that ask for dropout, as text; empty if none does."""
+    found = {} if config is None else config.get_text_config(decoder=True).to_dict()
+    asked = ((name, x) for name, x in found.items() if "drop" in name and isinstance(x, float) and x > 0)
+    return ", ".join(f"{name}={x}" for name, x in asked)
+
+
+def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None) -> None:
     """Refuse dropout, and every keyword that changes the result or may change it."""
     if dropout:
-        raise ValueError(f"dropout={dropout} of attention weights is not supported; set config.attention_dropout=0.0")
+        asked = dropouts_of(config)
+        remedy = f"the configuration has {asked}; set them to 0.0" if asked else "set it to 0.0"
+        raise ValueError(f"dropout={dropout} of attention weights is not supported: {remedy}, or call eval()")
     for name, value in others.items():
         if value is None or name in _BENIGN or (name == "output_attentions" and not value):
             continue

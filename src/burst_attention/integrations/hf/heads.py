@@ -8,6 +8,7 @@ return known numbers. We then compare the resulting logits with the forms that t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,10 +171,11 @@ def find_form(model: nn.Module) -> LogitForm:
     owner = _owner(model)
     name, head = _linear_of(owner)
     product = _probe(head.weight.shape[0])
-    logits = _logits_of(owner, name, head, product)
+    logits, scale = _logits_of(owner, name, head, product)
     if owner is not model:
         _check_passed_on(model, owner, logits)
-    return _form(type(model).__name__, product, logits)
+    form = _form(type(model).__name__, product, logits)
+    return form if scale == 1 else replace(form, factor=scale * form.factor)
 
 
 def _owner(model: Any) -> Any:
@@ -244,8 +246,11 @@ def _probe(vocabulary: int) -> Tensor:
 
 
 @torch.no_grad()
-def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
-    """Return the model's logits [1, tokens, V] for a given product of its head."""
+def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tensor, float]:
+    """Return the model's logits [1, tokens, V] for a given product of its head, and the factor of the head's input.
+
+    A factor of the input is one of the product, if the head has no bias (MiniCPM3).
+    """
     kind, tokens = type(model).__name__, product.shape[1]
     # These values are exact in every dtype that a model may cast to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
@@ -260,12 +265,14 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
             f"{kind}.forward fails if stand-ins replace its {body} and {name} ({type(error).__name__}: {error}), so "
             "how it computes its logits is unknown; its loss can't be computed over shards"
         ) from error
-    if instead.seen is None or not torch.equal(instead.seen.detach().cpu().double(), hidden):
-        raise ValueError(
+    seen = None if instead.seen is None else instead.seen.detach().cpu().double()
+    scale = float("nan") if seen is None or seen.shape != hidden.shape else (seen[0, 0, 0] / hidden[0, 0, 0]).item()
+    if seen is None or not torch.equal(seen, hidden * scale) or (scale != 1 and head.bias is not None):
+        raise ChangedError(
             f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; its loss can't be computed "
             "over shards"
         )
-    return logits
+    return logits, scale
 
 
 def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
@@ -296,6 +303,10 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
             "can't be computed over shards"
         )
     return form
+
+
+class ChangedError(ValueError):
+    """A model's forward changes the hidden states before its head gets them."""
 
 
 class _Product:

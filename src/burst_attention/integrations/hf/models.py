@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ CHUNKED = "chunked_attention"
 _ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention", CHUNKED}
 _LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
+DOCUMENT = 7  # tokens of a document in the measurement of check_model; a number that sizes of layers rarely have
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -205,9 +208,10 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
     The attention also checks the parts, in its first call. ``check_model`` also finds models that never call it (for
     example, switched to ``sdpa``).
 
-    The measurement runs the model on 8 tokens with an attention in which each token sees only itself. Then other
-    tokens, another place or another length must not change a token's hidden state. If the model is in training mode,
-    it also runs in that mode, with ``nn.Dropout`` disabled. A repeated run detects random values.
+    The measurement runs the model with an attention in which each token sees only itself. Then other tokens, another
+    place, more or fewer tokens on either side, and values ten times as large at other tokens must not change a token's
+    hidden state. If the model is in training mode, it also runs in that mode, with ``nn.Dropout`` disabled. A repeated
+    run detects random values.
 
     Args:
         model: the model on its device, not sharded yet.
@@ -247,45 +251,74 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
             module.training = mode
 
 
-def _measure(model: PreTrainedModel, run: Callable[..., torch.Tensor], reached: list[bool]) -> None:
-    """Compare hidden states of two documents: repeated, with a changed first one, swapped, and the first one alone."""
-    half, bound = 4, max(1e-4, torch.finfo(model.dtype).eps ** 0.5)
-    once, then = ((torch.arange(half) + start) % model.config.get_text_config().vocab_size for start in (3, 9))
-    counted, restarting = torch.arange(2 * half), torch.arange(half).repeat(2)
-    plain, again = (run(torch.cat([once, then]), counted) for _ in range(2))
-    others_before = run(torch.cat([once.flip(0), then]), counted)[:, half:]
-    elsewhere = run(torch.cat([then, once]), restarting)[:, half:]
-    shorter = run(once, counted[:half])
+def _measure(model: PreTrainedModel, run: Callable[..., _Run], reached: list[bool]) -> None:
+    """Compare the hidden states of short documents, each alone and beside others.
+
+    A statistic of all tokens (maximum, mean, norm, threshold) may be the same for a permutation of the tokens, or be
+    set by the tokens that are compared. So the others have other ids, and once ten times as large values.
+    """
+    bound, base = max(1e-4, torch.finfo(model.dtype).eps ** 0.5), [0, 1]
+    plain, again, counted = run(base), run(base), run(base, counted=True)
+    alone = counted.by_document | plain.by_document
+    beside = {
+        "other tokens": [counted, run([2, 1]), run([0, 3]), run([2, 1], counted=True)],
+        "their place": [run([1, 0])],
+        "the number of tokens": [run([0]), run([1]), run([2, 3, 0, 1]), run([0] * 8), run([1, 0, 2, 2, 2])],
+        "the size of other tokens' values": [run(base, loud=1), run(base, loud=0), run([2, 0, 1], loud=0)],
+    }
     if not reached:
         raise ValueError(
             f"{type(model).__name__} never called the attention {NAME!r}, so each rank would see only its shard; load "
             f"it with attn_implementation={NAME!r}. If it ignores that argument, {ALONE}"
         )
-    most = bound * plain.abs().max().item()
-    if not (random := _apart(again, plain)) <= most:
+    most = bound * plain.states.abs().max().item()
+    if not (random := _apart(again.states, plain.states)) <= most:
         raise ValueError(
             f"hidden states of {type(model).__name__} differ from run to run (by {random:.0e}) without nn.Dropout: "
             f"some part draws random values, different on each rank; set its rate to 0, or {ALONE}"
         )
-    apart = max(
-        _apart(others_before, plain[:, half:]), _apart(elsewhere, plain[:, :half]), _apart(shorter, plain[:, :half])
-    )
-    if not apart <= most:
-        raise ValueError(
-            f"hidden states of {type(model).__name__} depend on other tokens, on their place or on their number, "
-            f"outside of the attention {NAME!r} (by {apart:.0e}), and each rank would see only its shard; {ALONE}"
-        )
+    for what, runs in beside.items():
+        for found in runs:
+            apart = max(_apart(states, alone[key]) for key, states in found.quiet if key in alone)
+            if not apart <= most:
+                raise ValueError(
+                    f"hidden states of {type(model).__name__} depend on {what} outside of the attention {NAME!r} (by "
+                    f"{apart:.0e}), and each rank would see only its shard; {ALONE}"
+                )
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
     return (x - y).abs().max().item()
 
 
-def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., torch.Tensor]:
-    """Return a function that runs the model on documents of 4 tokens, where each token sees only itself.
+@dataclass(frozen=True)
+class _Run:
+    """The hidden states [1, 7 n, E] of n documents, of which one may have been loud."""
 
-    The function takes token ids [4 n] and positions [4 n], and returns hidden states [1, 4 n, E] of n documents. It
-    appends to ``reached`` whenever the model calls the attention.
+    documents: list[int]
+    counted: bool
+    loud: int | None
+    states: torch.Tensor
+
+    @property
+    def quiet(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
+        """((document, its first position), hidden states) of all documents but the loud one."""
+        keys = [(document, DOCUMENT * n * self.counted) for n, document in enumerate(self.documents)]
+        every = enumerate(zip(keys, self.states.split(DOCUMENT, 1), strict=True))
+        return [each for n, each in every if n != self.loud]
+
+    @property
+    def by_document(self) -> dict[tuple[int, int], torch.Tensor]:
+        """:attr:`quiet` as a dict."""
+        return dict(self.quiet)
+
+
+def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
+    """Return a function that runs the model on documents of 7 tokens, where each token sees only itself.
+
+    The function takes the documents' numbers, which give their ids; whether positions are ``counted`` over all of them
+    or restart; and which of them is ``loud``: the inputs of all its layers are ten times as large. It appends to
+    ``reached`` whenever the model calls the attention.
     """
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, **options: Any) -> torch.Tensor:
@@ -293,14 +326,17 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def alone(each: Plan, length: int) -> Plan:
-        documents = tuple(range(0, length + 1, 4))
+        documents = tuple(range(0, length + 1, DOCUMENT))
         return single_rank_plan(length, mask=Mask(each.mask.causal, each.mask.window, documents))
 
-    def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        plans: Any = {key: alone(each, len(ids)) for key, each in Plans.of(plan).items()}
-        ids, positions = ids[None].to(model.device), positions[None].to(model.device)
+    def run(documents: list[int], *, counted: bool = False, loud: int | None = None) -> _Run:
+        within, vocabulary = torch.arange(DOCUMENT), model.config.get_text_config().vocab_size
+        ids = torch.cat([(within + 3 + 8 * n) % vocabulary for n in documents])[None].to(model.device)
+        positions = torch.arange(ids.shape[1]) if counted else within.repeat(len(documents))
+        positions = positions[None].to(model.device)
+        plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
-        with torch.no_grad(), recurrent.running(model, plans):
+        with torch.no_grad(), recurrent.running(model, plans), _loudly(model, ids.shape[1], loud):
             out = stub_forward.run_body(
                 stub_forward.body_of(model),
                 input_ids=ids,
@@ -309,6 +345,31 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
                 attend=attend,
                 use_cache=False,
             )
-        return out[0]
+        return _Run(documents, counted, loud, out[0])
 
     return run
+
+
+@contextmanager
+def _loudly(model: nn.Module, length: int, loud: int | None) -> Iterator[None]:
+    """Multiply one document's rows by ten in the input of every layer without layers inside."""
+
+    def louder(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        if loud is None or x.shape[:-1] not in ((1, length), (length,)):
+            return x
+        factor = x.new_ones(length, 1)
+        factor[DOCUMENT * loud : DOCUMENT * (loud + 1)] = 10
+        return x * factor
+
+    def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(louder, given)), {name: louder(x) for name, x in named.items()}
+
+    leaves = [] if loud is None else [each for each in model.modules() if not [*each.children()]]
+    handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

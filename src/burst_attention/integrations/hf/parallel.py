@@ -35,6 +35,7 @@ from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, answer_by_own
+from .positions import tables_of
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -243,7 +244,12 @@ def _form_of(model: Any) -> LogitForm | None:
     if stub_forward.is_stock(model) and (heads.is_nested(model) or not _is_causal(model)):
         return None
     if stub_forward.has_stock_forward(model):
-        return heads.find_form(model)
+        try:
+            return heads.find_form(model)
+        except heads.ChangedError:
+            if not stub_forward.is_stock(model):
+                raise
+            return None  # layers between body and head (ELECTRA, ModernBERT's decoder)
     heads.check_untouched(model)
     return LogitForm()  # a placeholder: a custom forward computes its logits itself
 
@@ -264,6 +270,7 @@ class _Context:
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     rates: list[tuple[nn.Module, str]] = field(default_factory=list, init=False)  # of parts, at the last check
     found_right: Any = field(default=None, init=False)  # the state of the parts then
+    tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         """Copy the layers' configurations; share the rest, because a process group can't be copied."""
@@ -285,6 +292,7 @@ class _Context:
             if self.gradients == "sum":
                 check_added_losses(body)
             self.layers = parts.attention_configs(body)
+        self.tables = tables_of(body)
         self.rates = parts.rates_of(model)
         self.found_right = parts.state_of(model, self.rates)
 

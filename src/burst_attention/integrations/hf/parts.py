@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from . import mixers, own_attention, positions, reasons
 from .adapters import reason_of_adapter
+from .checks import dropouts_of
 from .pooler import poolers_of
 
 NAME = "burst"
@@ -230,9 +231,11 @@ def check_dropout(model: nn.Module) -> None:
     """
     for name, module in dropouts(model):
         if module.training:
+            asked = dropouts_of(getattr(model, "config", None))
+            settings = f" (of the configuration: {asked})" if asked else ""
             raise ValueError(
                 f"{_shown(name, module)} has p={module.p}: dropout is not supported over ranks, nor where layers are "
-                "computed again; set it to 0, or call eval()"
+                f"computed again; set it to 0{settings}, or call eval()"
             )
 
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from . import handed
 
+# Words in the names of tables, by the input that indexes them.
+_TABLES = {"position_ids": ("position", "wpe"), "token_type_ids": ("token_type",)}
+
 # Their forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = frozenset(
     {
@@ -64,3 +67,23 @@ class Placed(nn.Module):
             places: Tensor = plans.one.document_positions
             kwargs["position_ids"] = places.to(self.weight.device)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs)
+
+
+def tables_of(body: nn.Module) -> dict[str, int]:
+    """Return how many values each integer input of a body may have, by name, where a learned or fixed table limits it.
+
+    A table's rows before its ``offset`` are for padding.
+    """
+    found: dict[str, int] = {}
+    fixed = ((name, x) for name, x in body.named_buffers() if "embed_positions" in name and x.dim() == 2)
+    every = [*body.named_modules(), *fixed]
+    for path, table in every:
+        name = path.rpartition(".")[2]
+        rows = (
+            table.num_embeddings if isinstance(table, nn.Embedding) else len(table) if isinstance(table, Tensor) else 0
+        )
+        role = next((role for role, words in _TABLES.items() if any(word in name for word in words)), None)
+        if role and rows:
+            rows -= getattr(table, "offset", 0)
+            found[role] = min(rows, found.get(role, rows))
+    return found

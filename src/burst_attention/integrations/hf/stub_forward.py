@@ -240,7 +240,8 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._real, name)
-        return self if isinstance(value, nn.Module) and value is taker_of(self._real) else value
+        alone = [*self._real.children()] == [value]  # OPT's head calls its body's decoder
+        return self if isinstance(value, nn.Module) and (alone or value is taker_of(self._real)) else value
 
 
 class Output(tuple):
