@@ -67,7 +67,7 @@ class RunConfig:
     overwrite: bool = False
     """Replace the run that --out already holds."""
     save_every: Interval = "30m"
-    """Interval between checkpoints in --out: a number of steps, or minutes with an m (30m). The last step is saved too."""
+    """Interval between checkpoints in --out: a number of steps, or minutes with an m (30m). The end is saved too."""
     keep: Count = 2
     """Number of newest checkpoints to keep. With --eval-every, the best one is kept too."""
     eval_every: NonNegativeInt = 0
