@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -545,3 +546,20 @@ def test_dropout_is_refused_by_the_names_of_the_models_own_settings():
             each.p = 0.0
     model.transformer.h[0].attn.attn_dropout.p = 0.1
     assert named in over_ranks(call)
+
+
+def test_a_whole_batch_without_a_label_warns_once():
+    made, ids = make_model("llama"), torch.arange(30)[None]
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+
+    def call(plan):
+        model = hf.parallelize(copy.deepcopy(made), plan.transport.group)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            losses = [model(**batch).loss.item() for _ in range(2)]
+            model(input_ids=ids, labels=ids)
+        return losses, [str(each.message) for each in seen if "no label" in str(each.message)]
+
+    with local_world(1) as ranks:
+        losses, told = ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))[0]
+    assert losses == [0.0, 0.0] and len(told) == 1 and "its loss is 0" in told[0]

@@ -41,6 +41,7 @@ class BatchRows:
         shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
         joined: whether the rows of the batch became documents of one row at the caller's wish.
         others: other values of each token, [R, T], by name.
+        unlabeled: whether there are labels, but none of them counts.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +53,7 @@ class BatchRows:
     shifted: bool
     others: Mapping[str, torch.Tensor]
     joined: bool = False
+    unlabeled: bool = False
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [R, T, ...] in the order of the original batch: [B, S, ...]."""
@@ -94,7 +96,7 @@ def rows_of(
     host = _on_host(batch, ids)
     seen, before = _padding(host)
     real, padding = (None if x is None else torch.from_numpy(x).to(ids.device) for x in (seen, before))
-    targets = _targets(batch, host, seen)
+    targets, unlabeled = _targets(batch, host, seen)
     starts = _starts(batch, host, ids, seen)
     batch_size, length = ids.shape
     if starts is not None and before is not None:
@@ -121,7 +123,9 @@ def rows_of(
             also[name] = arranged(value, 0)
     targets = None if targets is None else arranged(targets, IGNORED)
     shifted = _shifted(host, before)
-    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, also, joined)
+    shape = batch_size, length
+    ids = arranged(ids, 0)
+    return BatchRows(ids, targets, cu_seqlens, shape, padding, real, shifted, also, joined, unlabeled)
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
@@ -177,7 +181,10 @@ def _mask_refusal(what: str) -> ValueError:
     )
 
 
-def _targets(batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None) -> torch.Tensor | None:
+def _targets(
+    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the shifted labels, and whether none of them counts."""
     if "shift_labels" in host:
         targets: torch.Tensor = batch["shift_labels"]
         values = host["shift_labels"]
@@ -186,13 +193,13 @@ def _targets(batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.
         targets[:, :-1] = batch["labels"][:, 1:]
         values = np.pad(host["labels"][:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     else:
-        return None
+        return None, False
     if real is not None and (values[~real] != IGNORED).any():
         raise ValueError(
             f"labels has targets for padding tokens (zeros in attention_mask); set the labels of padding and of the "
             f"first token behind padding to {IGNORED}, because no real token precedes and predicts them"
         )
-    return targets
+    return targets, bool((values == IGNORED).all())
 
 
 def _starts(

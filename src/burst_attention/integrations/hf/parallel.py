@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from burst_attention.plan.strategy import Strategy
 from . import arguments, cached, heads, models, parts, recurrent, stub_forward, vision
 from .adapters import check_added_losses
 from .attention import call_shape, register
-from .batch import BatchRows, rows_of
+from .batch import IGNORED, BatchRows, rows_of
 from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
@@ -270,6 +271,7 @@ class _Context:
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     rates: list[tuple[nn.Module, str]] = field(default_factory=list, init=False)  # of parts, at the last check
     found_right: Any = field(default=None, init=False)  # the state of the parts then
+    warned: bool = field(default=False, init=False)  # of a batch without labels
     tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
@@ -295,6 +297,16 @@ class _Context:
         self.tables = tables_of(body)
         self.rates = parts.rates_of(model)
         self.found_right = parts.state_of(model, self.rates)
+
+    def warn_of_labels(self, model: Any, rows: BatchRows) -> None:
+        """Warn once that no label of a whole batch counts: the loss is then 0, where transformers' is NaN."""
+        if rows.unlabeled and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"no label of this batch of {model.stock_class.__name__} counts (all are {IGNORED}, or were shifted "
+                "out), so its loss is 0 and it trains nothing; check the collator",
+                stacklevel=2,
+            )
 
     def share(self, whole: Any) -> Any:
         """Return the same value, with its gradient scaled for ``gradients``.
@@ -455,6 +467,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         rows = _rows(model, given)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
+        state.warn_of_labels(model, rows)
         if vision.language_model_of(model) is not None:
             vision.check_call(given, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
