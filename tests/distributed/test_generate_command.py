@@ -128,6 +128,10 @@ def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
         (("--prompt", "-", "--top-p", "0.9"), "--top-p 0.9 needs sampling; add --temperature 1"),
         (("--prompt", "-", "--prefill-chunk", "63"), "--prefill-chunk 63 must be at least 64"),
         (("--prompt", "-", "--prefill-chunk", "64", "--ranks", "33"), "must be at least twice --ranks 33"),
+        (
+            ("--prompt", "-", "--max-new-tokens", "2100"),
+            "--max-new-tokens 2100 is too many: the text's 9 tokens and these exceed the model's 2,048 positions",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(monkeypatch, capsys, folder, words, text):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from burst_bench.command import PROGRAMS
 from burst_bench.command import main as bench
 
 from burst_attention import cli
+from burst_attention.cli import check
+from burst_attention.testing import check as run_check
+from burst_attention.testing import local_world
 
 
 def test_bench_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +60,18 @@ def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  bench      compare strategies" in capsys.readouterr().out
     assert cli.main(["bnech"]) == 2
     assert "unknown command 'bnech'" in capsys.readouterr().err
+
+
+def test_check_prints_the_worst_of_each_dtype_and_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"seq_len": 256, "masks": ("causal",), "layouts": ("zigzag", "contiguous"), "circulate": ("query",)}
+    arguments = check.CheckArguments(**sizes, dtypes=("float64", "float32"))
+    todo = check.cases(arguments, "cpu")
+    with local_world(1):
+        reports = [run_check(case) for case in todo]
+    for verbose, rows in ((False, 2), (True, 4)):
+        check._show(replace(arguments, verbose=verbose), todo, reports)
+        printed = capsys.readouterr().out
+        assert printed.count(" ok ") == rows and "all 4 cases ok" in printed
+    wrong = replace(reports[1], rows=[replace(row, bound=0.0) for row in reports[1].rows])
+    check._show(arguments, todo, [reports[0], wrong, *reports[2:]])
+    assert "1 of 4 cases WRONG" in capsys.readouterr().out

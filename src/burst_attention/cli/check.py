@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import torch
 import tyro
@@ -78,6 +78,8 @@ class CheckArguments:
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 60.0
     """Seconds before a pending exchange counts as failed."""
+    verbose: bool = False
+    """Print a row for every case, not only for the worst of each dtype."""
 
     def check(self) -> None:
         """Raise ValueError if a flag's value is invalid."""
@@ -119,26 +121,36 @@ def _check(arguments: CheckArguments) -> None:
         todo = cases(arguments, context.device.type)
         reports = [check(case, timeout=arguments.timeout) for case in todo]
         if context.rank == 0:
-            _show(todo, reports)
+            _show(arguments, todo, reports)
     if not all(report.passed for report in reports):
         raise SystemExit(1)
 
 
-def _show(todo: list[Case], reports: list[Report]) -> None:
-    """Print one table per mask. Each case shows the tensor and rank with the largest error relative to its bound."""
-    console = Console()
-    for mask in dict.fromkeys(case.mask for case in todo):
-        table = Table(
-            "layout", "dtype", "circulate", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}, {mask}"
-        )
-        for case, report in zip(todo, reports, strict=True):
-            if case.mask == mask:
-                worst = max(report.rows, key=lambda r: (not r.passed, r.error / r.bound if r.bound else r.error))
-                figures = (f"{worst.tensor}, rank {worst.rank}", f"{worst.error:.1e}", f"{worst.bound:.1e}")
-                verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
-                names = (case.layout, str(case.dtype).removeprefix("torch."), case.circulate)
-                table.add_row(*names, *figures, verdict)
-        console.print(table)
-    for report in reports:
-        if not report.passed:
-            console.print(report.table())
+def _show(arguments: CheckArguments, todo: list[Case], reports: list[Report]) -> None:
+    """Print the worst case of each dtype and all that failed, or every case: the tensor furthest from its bound."""
+    console, verbose = Console(), arguments.verbose
+    pairs = [*zip(todo, reports, strict=True)]
+    worst = {case.dtype: max((pair for pair in pairs if pair[0].dtype == case.dtype), key=_severity) for case in todo}
+    shown = pairs if verbose else [pair for pair in pairs if not pair[1].passed or pair in worst.values()]
+    table = Table("mask", "layout", "dtype", "circulate", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}")
+    names = {MASKS[name](arguments.seq_len): name for name in arguments.masks}
+    for case, report in shown:
+        row = max(report.rows, key=_excess)
+        figures = (f"{row.tensor}, rank {row.rank}", f"{row.error:.1e}", f"{row.bound:.1e}")
+        verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
+        named = names.get(case.mask, str(case.mask)), case.layout, str(case.dtype).removeprefix("torch.")
+        table.add_row(*named, case.circulate, *figures, verdict)
+    console.print(table)
+    failed = [report for report in reports if not report.passed]
+    for report in failed:
+        console.print(report.table())
+    every = f"all {len(pairs)} cases ok" if not failed else f"{len(failed)} of {len(pairs)} cases WRONG"
+    console.print(every if verbose else f"{every}; the worst of each dtype is shown (--verbose: every case)")
+
+
+def _excess(row: Any) -> tuple[bool, float]:
+    return not row.passed, row.error / row.bound if row.bound else row.error
+
+
+def _severity(pair: tuple[Case, Report]) -> tuple[bool, float]:
+    return max(map(_excess, pair[1].rows))

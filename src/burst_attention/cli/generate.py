@@ -90,6 +90,22 @@ class GenerateArguments:
             object.__setattr__(self, "earlier", _read_tokens(self.load_cache))
         taken = self.save_cache is not None and self.save_cache.exists()
         require(not taken, "save_cache", self.save_cache, "exists; pass a new folder")
+        self._check_length()
+
+    def _check_length(self) -> None:
+        """Raise ValueError if the text and the new tokens have more positions than the model."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(self.model).get_text_config(decoder=True)
+            count = len(_ids(AutoTokenizer.from_pretrained(self.model), self))
+        except Exception as error:  # whatever transformers raises for a broken folder
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(f"--model {self.model}: its configuration or tokenizer can't be loaded: {first}") from None
+        most = getattr(config, "max_position_embeddings", None)
+        rule = f"is too many: the text's {count:,} tokens and these exceed the model's {most:,} positions; lower it"
+        fits = most is None or count + self.max_new_tokens - 1 <= most  # nothing follows the last token
+        require(fits, "max_new_tokens", self.max_new_tokens, rule if most else "")
 
 
 @dataclass
