@@ -32,7 +32,7 @@ from burst_attention.cli.flags import (
 )
 from burst_attention.cli.numbers import whole_number
 from burst_attention.plan.layout import BALANCED
-from burst_attention.plan.strategy import NAMED, Strategy, strategy_of, text_of
+from burst_attention.plan.strategy import NAMED, strategy_of, text_of
 
 from .memory import MemoryConfig
 from .parallel import FOREIGN, TENSOR, choose
@@ -50,7 +50,8 @@ SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
 # Settings of 0.3 that ``strategy`` replaces, with their defaults.
-REPLACED = {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None}
+REPLACED: Mapping[str, Any] = {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None}
+RENAMED = {"heads": "ulysses_degree"}  # of 0.2
 ENGINES = {"burst": "auto", "ring": "zigzag-ring"}  # engines of 0.3 that have another name as strategies
 
 
@@ -269,6 +270,7 @@ class TrainConfig:
         """Raise ValueError naming the first flag with an invalid value."""
         for section in dataclasses.fields(self):
             check_settings(getattr(self, section.name))
+        check_strategy(self.parallel.strategy, "strategy")
         single = "needs --pack none or --packing balanced, because packed sequences have different masks; "
         single += "use --accumulate instead"
         require(not self.packed or self.optim.batch == 1 or self.joins, "batch", self.optim.batch, single)
@@ -279,7 +281,6 @@ class TrainConfig:
         require(evaluated, "eval_every", self.run.eval_every, nothing)
         beyond = f"is after the last of --steps {self.run.steps}; choose an earlier step"
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
-        check_strategy(self.parallel.strategy, "strategy")
         self.memory.check(self.parallel.strategy, self.parallel.device)
         self._check_lora()
 
@@ -367,8 +368,8 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
         for name, given in value.items() if section else [(key, value)]:
-            name = name.replace("-", "_")
-            if name in REPLACED:
+            name = RENAMED.get(name := name.replace("-", "_"), name)
+            if name in REPLACED and section in (None, "parallel"):
                 replaced[name] = given
                 continue
             if name not in known or section not in (None, known[name]):
@@ -383,17 +384,30 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
                 settings[name] = adapter.validate_python(given, strict=type(given) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
-    return settings | ({"strategy": _strategy_of_engine(replaced)} if replaced else {})
+    if not replaced:
+        return settings
+    if "strategy" in settings:
+        raise ValueError(
+            f"{where}: {next(iter(replaced))} is part of strategy, which is given too; leave one of them out"
+        )
+    try:
+        return settings | {"strategy": _strategy_of_engine(replaced)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _strategy_of_engine(replaced: Mapping[str, Any]) -> str:
     """Return the strategy that settings of 0.3 name: an engine, and what it leaves open."""
-    asked = REPLACED | dict(replaced)
-    name = ENGINES.get(asked.pop("engine"), str(replaced.get("engine")))
-    degree = asked.pop("ulysses_degree")
+    asked = {**REPLACED, **replaced}
+    engine, degree = asked["engine"], asked["ulysses_degree"]
+    if engine not in (*ENGINES, "ulysses", "usp", *FOREIGN):
+        raise ValueError(f"engine={engine!r} is unknown; give strategy= in its place")
+    if isinstance(degree, bool) or degree == 0:
+        raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1")
+    name = ENGINES.get(engine, engine)
     strategy = {"layout": asked["layout"], "route": asked["route"], "ulysses_degree": degree or "auto"}
     given = {field: value for field, value in strategy.items() if value != "auto"}
-    return name if name in FOREIGN or not given else text_of(replace(NAMED.get(name, Strategy()), **given))
+    return name if name in FOREIGN or not given else text_of(replace(NAMED[name], **given))
 
 
 def with_settings(settings: Mapping[str, Any]) -> TrainConfig:

@@ -287,6 +287,14 @@ def test_what_no_formula_gives_is_not_predicted():
     config = LlamaConfig(**SIZES)
     assert parts_of(config, 64, 2, dtype="fp64") is None and parts_of(config, 64, 1, strategy="single") is None
     assert parts_of(Gemma2Config(**SIZES), 64, 2) is None
+    assert parts_of(config, 64, 2, strategy="tensor") is None and parts_of(config, 1028, 514) is None
+
+
+def test_a_balanced_layout_is_as_full_as_it_may_be():
+    config = LlamaConfig(**SIZES)
+    asked = (parts_of(config, 8192, 4, strategy=f"layout={name},ulysses_degree=1") for name in ("balanced", "zigzag"))
+    balanced, even = (sum(parts.values()) for parts in asked)
+    assert balanced > 1.02 * even
 
 
 def test_weights_count_once_however_many_tokens():

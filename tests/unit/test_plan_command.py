@@ -263,7 +263,15 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Any) -> None:
         assert model_of(str(tmp_path)).windows_by_count == windows
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(8, "1 node,"), (12, "2 nodes,"), (16, "2 nodes,"), (17, "3 nodes,")])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [
+        (8, "1 node,"),
+        (12, "2 nodes (the last with 4 of 8),"),
+        (16, "2 nodes,"),
+        (17, "3 nodes (the last with 1 of 8),"),
+    ],
+)
 def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     rates = preset("h100-hgx")
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))

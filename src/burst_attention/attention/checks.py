@@ -256,10 +256,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int, keys: int | None
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, but this rank holds {rows} {held} (dim 2); cut it with {remedy}"
             )
-        if x.shape[0] != q.shape[0] or 0 in (x.shape[0], x.shape[1], x.shape[3]):
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}, q {list(q.shape)}; batch must be equal, no dim but S 0"
-            )
+        if 0 in (x.shape[0], x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; only the number of tokens (dim 2) may be 0")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has shape {list(x.shape)}, q {list(q.shape)}; their batch (dim 0) must be equal")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; they must be equal")
     if k.shape[1] != v.shape[1]:

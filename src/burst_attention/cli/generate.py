@@ -103,9 +103,10 @@ class GenerateArguments:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(f"--model {self.model}: its configuration or tokenizer can't be loaded: {first}") from None
         most = getattr(config, "max_position_embeddings", None)
-        rule = f"is too many: the text's {count:,} tokens and these exceed the model's {most:,} positions; lower it"
-        fits = most is None or count + self.max_new_tokens - 1 <= most  # nothing follows the last token
-        require(fits, "max_new_tokens", self.max_new_tokens, rule if most else "")
+        if most is not None:
+            rule = f"is too many: the text's {count:,} tokens and these exceed the model's {most:,} positions; lower it"
+            fits = count + self.max_new_tokens - 1 <= most  # nothing follows the last token
+            require(fits, "max_new_tokens", self.max_new_tokens, rule)
 
 
 @dataclass

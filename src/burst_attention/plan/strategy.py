@@ -109,7 +109,7 @@ NAMED = {
 }
 # Names of 0.3.
 ALIASES = {"burst-attention": "burst", "ring-attention": "zigzag-ring", "contiguous-ring": "ring"}
-_SAYS = {"True": True, "False": False}
+_SAYS = {"true": True, "false": False}
 
 
 def strategy_of(given: Any) -> Strategy:
@@ -138,11 +138,11 @@ def strategy_of(given: Any) -> Strategy:
 def _of_fields(given: str) -> Strategy:
     known, said = [each.name for each in fields(Strategy)], dict[str, Any]()
     for part in given.split(","):
-        name, _, value = part.strip().partition("=")
+        name, _, value = (word.strip() for word in part.partition("="))
         if name not in known or name in said:
             fault = "is given twice" if name in said else f"is unknown; choose from {', '.join(known)}"
             raise ValueError(f"strategy={given!r}: the field {name!r} {fault}")
-        said[name] = int(value) if value.isdecimal() else _SAYS.get(value, value)
+        said[name] = int(value) if value.isdecimal() else _SAYS.get(value.lower(), value)
     return Strategy(**said)
 
 

@@ -107,6 +107,7 @@ class PlanArguments:
     def check(self) -> None:
         """Raise ValueError if an argument is invalid or contradicts another."""
         check_settings(self)
+        check_strategy(self.strategy, "strategy")
         require(
             self.seq_len >= self.ranks,
             "seq_len",
@@ -121,8 +122,8 @@ class PlanArguments:
         )
         if self.packing == "balanced":
             check_balanced(self.strategy, self.batch)
-        check_strategy(self.strategy, "strategy")
-        require(self.strategy != "single", "strategy", self.strategy, "shares no sequence; choose another")
+        unknown = "is not predicted; choose another, such as tensor-sequence"
+        require(self.strategy not in ("single", "tensor"), "strategy", self.strategy, unknown)
         require(self.causal or self.window is None, "window", self.window, "needs a causal mask; leave --no-causal out")
         most = self.nodes is None or self.nodes <= self.ranks
         require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}; each node needs at least one rank")

@@ -27,10 +27,12 @@ def headline(request: ForecastRequest) -> str:
         f"{request.layers} layers"
     )
     nodes, length = cluster.nodes, tokens_text(request.seq_len // request.joined)
+    last = cluster.ranks - (nodes - 1) * cluster.per_node
+    fewer = f" (the last with {last} of {cluster.per_node})" if nodes > 1 and last < cluster.per_node else ""
     each = f"{request.joined} packed sequences of {length}" if request.joined > 1 else length
     return (
         f"{model.name if model else f'attention only, {heads}'}, {each} tokens over "
-        f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
+        f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}{fewer}, "
         f"{cluster.rates.name}, {str(request.dtype).removeprefix('torch.')}"
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import Strategy
 
 from ..config import TrainConfig
@@ -101,8 +102,9 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     if config.model.lora is not None or model.model_type not in FORMULA:
         return None
     (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
-    on_gpus, sizes = config.parallel.device == "cuda", Model.of(model, config.model.model)
-    rates = known_rates(None, on_gpus=on_gpus, world=world // groups) or usual_rates(on_gpus=on_gpus)
+    sizes = Model.of(model, config.model.model)
+    rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)
+    uneven = getattr(choose(**config.how), "strategy", Strategy()).layout == BALANCED
     request = ForecastRequest(
         seq_len=tokens,
         cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
@@ -113,7 +115,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
         groups=groups,
         batch=rows,
         dtype=config.model.compute_dtype(config.parallel.device),
-        borders=(0, tokens) if config.joins else None,
+        borders=(0, tokens) if uneven else None,  # a rank may then be as full as the layout allows
         joined=config.optim.batch if config.joins else 1,
         accumulates=config.sequences_per_step > groups * config.optim.batch,
         remat=saving.remat,

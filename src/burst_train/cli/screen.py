@@ -100,7 +100,8 @@ class Screen:
             self._bar.stop()
         self.console.print(_table(summary, self.config.parallel.device))
         if summary.skipped_files:
-            self.console.print(f"{summary.skipped_files} files skipped: not UTF-8 text")
+            count = summary.skipped_files
+            self.console.print(f"{count} file{'s' * (count > 1)} skipped: not UTF-8 text")
         self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
         if steps := summary.missing_checkpoints:
             found = list_checkpoints(Path(self.config.run.out))

@@ -193,8 +193,8 @@ def _check(name: str, q: ForecastRequest) -> None:
     choose(name, **options).check(heads, q.seq_len, q.sharing)
 
 
-def candidate(name: str, q: ForecastRequest) -> Candidate:
-    """Return the attention of a strategy."""
+def candidate(name: str, q: ForecastRequest, *, timed: bool = True) -> Candidate:
+    """Return the attention of a strategy; with ``timed`` False only what its memory depends on."""
     if name in FOREIGN:
         return _tensor(q)
     ways, strategy = [], strategy_of(name).over(q.sharing)
@@ -207,7 +207,8 @@ def candidate(name: str, q: ForecastRequest) -> Candidate:
     q = replace(q, layout=ways[0].layout)  # which says how full a rank may be
     calls, held, kept, results = [], 0, 0, 0
     for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
-        calls.append((count * q.attention_chunks, predict_call(way, q.setting(mask))))
+        if timed:
+            calls.append((count * q.attention_chunks, predict_call(way, q.setting(mask))))
         held = max(held, buffers(way, q.setting(mask), q.dtype, calls=min(q.attention_chunks, OVERLAPPING)))
         if way.groups.keep:
             shape, times = q.shape, way.groups.query // way.groups.key
@@ -413,12 +414,11 @@ class PredictedStep:
 
 
 def step_memory(request: ForecastRequest) -> Mapping[str, int]:
-    """Return the bytes by part of the step that was asked for; empty if no formula gives them.
-
-    Raises:
-        ValueError: as in :func:`forecast_of`.
-    """
-    if request.model is None or not request.model.predicted or request.strategy == "single":
+    """Return the bytes by part of the step that was asked for; empty if they are not predicted."""
+    if request.model is None or not request.model.predicted or request.strategy in FOREIGN:
         return {}
-    step = PredictedStep(request, candidate(request.strategy, request))
+    try:
+        step = PredictedStep(request, candidate(request.strategy, request, timed=False))
+    except ValueError:  # so many ranks are not simulated
+        return {}
     return step.memory(step.remat)

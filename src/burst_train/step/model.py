@@ -118,6 +118,8 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
             (:func:`burst_attention.integrations.hf.check_config`); or it has dropout; or FSDP2 can't shard it; or its
             router adds a loss.
     """
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        raise ValueError(f"--model {model!r}: there is no such folder")
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
     try:

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from . import handed
 
-# Words in the names of tables, by the input that indexes them.
-_TABLES = {"position_ids": ("position", "wpe"), "token_type_ids": ("token_type",)}
+# The names of tables, by the input that indexes them.
+_TABLES = {
+    "position_ids": ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe"),
+    "token_type_ids": ("token_type_embedding", "token_type_embeddings"),
+}
+_TOWERS = ("vision", "visual", "image", "audio")
 
 # Their forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = frozenset(
@@ -82,7 +86,9 @@ def tables_of(body: nn.Module) -> dict[str, int]:
         rows = (
             table.num_embeddings if isinstance(table, nn.Embedding) else len(table) if isinstance(table, Tensor) else 0
         )
-        role = next((role for role, words in _TABLES.items() if any(word in name for word in words)), None)
+        role = next((role for role, names in _TABLES.items() if name in names), None)
+        if any(tower in path for tower in _TOWERS):  # it has its own positions
+            continue
         if role and rows:
             rows -= getattr(table, "offset", 0)
             found[role] = min(rows, found.get(role, rows))
