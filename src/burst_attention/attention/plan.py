@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -384,7 +384,7 @@ def exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]:
 
 def _shard_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     """Return a rank's entries of a tensor that has one for each position of ``layout`` along ``dim``."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if not isinstance(dim, SupportsIndex):
         raise TypeError(f"dim={dim!r} must be an integer, the dim of the sequence")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} is out of range for x with {x.ndim} dims")
