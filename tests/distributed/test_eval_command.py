@@ -292,7 +292,7 @@ def test_torchrun_evaluates_and_tells_what_is_refused(asked):
 @pytest.mark.parametrize(
     ("change", "more", "reported"),
     [
-        ({"model": "/nowhere/model"}, (), "--model '/nowhere/model' is not a preset"),
+        ({"model": "/nowhere/model"}, (), "--model '/nowhere/model': there is no such folder"),
         ({"data": "/nowhere/c4.jsonl.gz"}, (), "--data '/nowhere/c4.jsonl.gz': no such file or directory"),
         ({"seq_len": 1}, (), "--seq-len 1 must be at least 2"),
         ({}, ("--held-out", "0"), "--held-out 0.0 must be above 0 and at most 1"),
