@@ -21,10 +21,10 @@ from burst_attention.launch import local as launch
 from burst_attention.plan.layout import BALANCED
 
 from ..config import PackingName, check_balanced, check_strategy
-from ..forecast.forecast import Forecast, forecasts, recommended, savings
+from ..forecast.forecast import Forecast, fastest, forecasts, recommended, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
 from ..forecast.models import Model, model_of
-from ..forecast.request import Cluster, ForecastRequest
+from ..forecast.request import Cluster, ForecastRequest, sizes_of
 from ..memory import Offload, OptimizerName
 from .plan_words import SAVING, SHORT, as_dict, assumptions, command, headline, rows, saving_rows, short_rows, verdict
 
@@ -162,7 +162,6 @@ class PlanArguments:
         return ForecastRequest(
             seq_len=seq_len,
             cluster=self._cluster(),
-            model=model,
             **self._sizes(model),
             batch=self.batch // joined,
             joined=joined,
@@ -182,8 +181,7 @@ class PlanArguments:
 
     def _sizes(self, model: Model | None) -> Mapping[str, Any]:
         if model is not None:
-            names = ("q_heads", "kv_heads", "head_dim", "v_head_dim")
-            return {name: getattr(model.heads, name) for name in names} | {"layers": model.layers}
+            return sizes_of(model)
         return {
             "q_heads": self.q_heads,
             "kv_heads": self.kv_heads or self.q_heads,
@@ -219,7 +217,9 @@ def main(arguments: list[str]) -> int:
     try:
         parsed.check()
         request = parsed.request()
-        found, saving = forecasts(request), savings(request)
+        found = forecasts(request)
+        shown = parsed.all or parsed.json is not None
+        saving = savings(request) if shown or fastest(found) is None else []
         notes = [*assumptions(request, found)]
         if parsed.json:
             Path(parsed.json).write_text(json.dumps(as_dict(request, found, saving, notes), indent=1) + "\n", "utf-8")

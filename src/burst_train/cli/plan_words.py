@@ -27,8 +27,8 @@ def headline(request: ForecastRequest) -> str:
         f"{request.layers} layers"
     )
     nodes, length = cluster.nodes, tokens_text(request.seq_len // request.joined)
-    last = cluster.ranks - (nodes - 1) * cluster.per_node
-    fewer = f" (the last with {last} of {cluster.per_node})" if nodes > 1 and last < cluster.per_node else ""
+    uneven = nodes > 1 and cluster.last < cluster.per_node
+    fewer = f" (the last with {cluster.last} of {cluster.per_node})" if uneven else ""
     each = f"{request.joined} packed sequences of {length}" if request.joined > 1 else length
     return (
         f"{model.name if model else f'attention only, {heads}'}, {each} tokens over "
@@ -60,10 +60,10 @@ def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
             f" ({first.strategy} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
             f"{WORTH - 1:.0%} is within the error of these predictions)"
         )
-    if best.bytes is None or request.limit is None:
-        unknown = "--device-memory" if request.limit is None else ""
-        advice = f"Give {unknown} to check whether it fits" if unknown else "No formula gives its memory: try one step"
-        return f"{text}. {advice}."
+    if request.limit is None:
+        return f"{text}. Give --device-memory to check whether it fits."
+    if best.bytes is None:
+        return f"{text}. No formula gives its memory: try one step."
     added = [] if first is not None else [flags for flags, each in saving[: _index(saving, best) + 1]]
     remat = [f"--remat {best.remat}"] if not added and request.model and best.remat != "none" else []
     needed = f" with {' '.join(added or remat)}" if added or remat else ""
@@ -101,14 +101,15 @@ def rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str,
         yield row(" rest of the model", lambda x: seconds_text(x.rest))
         yield row(" parameters, not hidden", lambda x: seconds_text(x.parameters))
         for remat in dict.fromkeys(remat for each in able for remat in each.steps):
-            name = "--remat none" if remat == "none" else f"--remat {remat}"
-            yield row(f"step time, {name}", lambda x, r=remat: seconds_text(x.steps[r]) if r in x.steps else "-")
+            yield row(
+                f"step time, --remat {remat}", lambda x, r=remat: seconds_text(x.steps[r]) if r in x.steps else "-"
+            )
     yield row("attention exchange, not hidden", lambda x: seconds_text(x.exposed))
     for what in ("attention", "parameters")[: 2 if model else 1]:
         for n, where in enumerate(("within a node", "between nodes")):
             yield row(f"{what} sent {where}", lambda x, n=n, what=what: bytes_text(x.sent[what][n]))
     for remat in dict.fromkeys(remat for each in able for remat in each.memory):
-        name = f"memory, --remat {'none' if remat == 'none' else remat}" if model else "memory"
+        name = f"memory, --remat {remat}" if model else "memory"
         yield row(name, lambda x, r=remat: bytes_text(sum(x.memory[r].values())) if r in x.memory else "-")
     if model:
         yield row("chosen --remat", lambda x: x.remat)
@@ -205,8 +206,7 @@ def command(request: ForecastRequest, flags: str) -> str:
     nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
-    last = cluster.ranks - (nodes - 1) * ranks
-    fewer = f"  # on the last node: --nproc-per-node {last}" if last != ranks else ""
+    fewer = f"  # on the last node: --nproc-per-node {cluster.last}" if cluster.last != ranks else ""
     return f"{start} {flags} --data DATA --out runs/mine{fewer}"
 
 

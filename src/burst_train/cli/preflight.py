@@ -97,21 +97,17 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from ..forecast.forecast import step_memory
     from ..forecast.machines import Device
     from ..forecast.models import FORMULA, Model
-    from ..forecast.request import Cluster, ForecastRequest
+    from ..forecast.request import Cluster, ForecastRequest, sizes_of
 
     if config.model.lora is not None or model.model_type not in FORMULA:
         return None
     (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
-    sizes = Model.of(model, config.model.model)
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)
     uneven = getattr(choose(**config.how), "strategy", Strategy()).layout == BALANCED
     request = ForecastRequest(
         seq_len=tokens,
         cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
-        model=sizes,
-        q_heads=sizes.heads.q_heads,
-        kv_heads=sizes.heads.kv_heads,
-        head_dim=sizes.heads.head_dim,
+        **sizes_of(Model.of(model, config.model.model)),
         groups=groups,
         batch=rows,
         dtype=config.model.compute_dtype(config.parallel.device),

@@ -281,7 +281,7 @@ class PredictedStep:
             sum(n * (forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in calls)
             for kind in ("inside", "across")
         )
-        memory: dict[str, Mapping[str, int]] = {each: self.memory(each) for each in self._remats if self.memory(each)}
+        memory: dict[str, Mapping[str, int]] = {each: parts for each in self._remats if (parts := self.memory(each))}
         known = bool(memory) and q.limit is not None
         return Forecast(
             strategy=name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,11 @@ class Cluster:
     def nodes(self) -> int:
         """Number of nodes; the last may have fewer ranks."""
         return -(-self.ranks // self.per_node)
+
+    @property
+    def last(self) -> int:
+        """Ranks of the last node."""
+        return self.ranks - (self.nodes - 1) * self.per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +204,12 @@ class ForecastRequest:
         if self.dtype.itemsize == 2 and cluster.device.peak is not None:
             return cluster.efficiency * cluster.device.peak
         return cluster.rates.speed(self.dtype.itemsize).forward
+
+
+def sizes_of(model: Model) -> dict[str, Any]:
+    """Return the fields of :class:`ForecastRequest` that a model gives."""
+    names = ("q_heads", "kv_heads", "head_dim", "v_head_dim")
+    return {"model": model, "layers": model.layers, **{name: getattr(model.heads, name) for name in names}}
 
 
 def _pairs(mask: Mask, seq_len: int) -> int:

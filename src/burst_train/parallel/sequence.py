@@ -59,12 +59,12 @@ class SequenceParallelism:
                 f"--strategy {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
                 "--data-parallel to the number of --ranks"
             )
-        for option in heads.options:
-            if self.alone:
-                raise ValueError(
-                    f"--strategy {self.name} has no {NAMES[option]}, which the attention of a {heads.family} has; "
-                    "leave --strategy out"
-                )
+        if self.alone and heads.options:
+            lacking = NAMES[heads.options[0]]
+            raise ValueError(
+                f"--strategy {self.name} has no {lacking}, which the attention of a {heads.family} has; "
+                "leave --strategy out"
+            )
         if heads.q_heads:
             self._check_degree(heads.of_chunk(self.attention_chunks), world)
 
