@@ -419,6 +419,6 @@ def step_memory(request: ForecastRequest) -> Mapping[str, int]:
         return {}
     try:
         step = PredictedStep(request, candidate(request.strategy, request, timed=False))
-    except ValueError:  # so many ranks are not simulated
+    except ValueError:  # this number of ranks is not simulated
         return {}
     return step.memory(step.remat)
