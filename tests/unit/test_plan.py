@@ -16,7 +16,7 @@ from burst_attention.plan.chunks import Chunks
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
-from burst_attention.plan.mask import Mask
+from burst_attention.plan.mask import BlockPattern, Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
@@ -395,11 +395,36 @@ def test_programs_bring_every_cell_home_once_whatever_rank_computes_it() -> None
         check_programs(route, nodes, layout, mask, lambda i, j, group, owner=owner: owner[group, i, j], groups)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_forward_results_of_sparse_blocks_that_they_do_not_use(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    for _ in range(5):
+        count, contexts = [(2, 2), (3, 2), (4, 2), (2, 3)][dice.integers(4)]
+        groups = Groups(count, int(dice.choice([n for n in range(1, count + 1) if count % n == 0])), seed % 4 == 0)
+        length, block, world = int(dice.integers(count * contexts, 20)), int(dice.integers(1, 5)), count * contexts
+        blocks = -(-length // block)
+        seen = dice.random((blocks, blocks)) < 0.25
+        mask = Mask(causal=False, blocks=BlockPattern(blocks, np.packbits(seen).tobytes()), block=block)
+        nodes = tuple(dice.integers(0, 3, world).tolist())
+        cube = heads(groups, (rows, columns)[dice.integers(2)])
+        check_programs(("nodes", "direct")[seed % 2], nodes, Layout("zigzag", length, world), mask, cube, groups)
+
+
 @settings(max_examples=150, deadline=None)
 @given(worlds(most_tokens=16, most_ranks=1), cubes(), st.data())
 def test_programs_bring_every_cell_home_once(world: tuple[Layout, Mask], case: tuple[int, Cube, Groups], data) -> None:
     (layout, mask), (ranks, cube, groups) = world, case
     check_programs(*draw_route(data, ranks, groups), dataclasses.replace(layout, world=ranks), mask, cube, groups)
+
+
+@pytest.mark.parametrize(("count", "bits", "block"), [(3, b"\x11\x00", 3), (4, b"0\x15", 2)])
+def test_a_node_with_part_of_a_cached_sequence_group_knows_what_it_forwards(count: int, bits: bytes, block: int) -> None:
+    """Ranks 2 and 3 cache one sequence group, on two nodes: rank 2 forwards shards that it needs for its cache alone."""
+    groups = Groups(query=2, key=1, keep=True)
+    mask = Mask(blocks=BlockPattern(count, bits), block=block)
+    layout = Layout("balanced", 7, 4, mask=Mask())
+    for inner in (rows, columns):
+        check_programs("nodes", (0, 0, 0, 1), layout, mask, heads(groups, inner), groups)
 
 
 @st.composite

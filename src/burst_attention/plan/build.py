@@ -72,6 +72,7 @@ class Builder:
         context = self.groups.beside(key.owner)
         beside = self.slices.get((key.side, context, key.part))
         alone = beside is None or (len(beside.owners) == 1 and self.groups.chunk_count == 1)
+        alone |= beside is not None and key.owner not in beside.owners  # this rank forwards it, and computes others
         return key.side, key.owner if alone else self.world + context, key.part
 
     def _rows(self, edge: Edge) -> Rows:

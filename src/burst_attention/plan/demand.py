@@ -171,9 +171,13 @@ class PassSpec:
         return Key(side, self.owner(chunk), part, payload, self.turn(chunk))
 
     def _with_own_context(self, uses: Uses, rank: int | None) -> Uses:
-        """Add all rows of each rank's sequence group, because the rank caches them."""
+        """Add all rows of each rank's sequence group, because the rank caches them.
+
+        ``rank``: add only those of the sequence groups on its node, whose messages it may forward.
+        """
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
-        contexts = range(self.layout.world // groups.query) if rank is None else [groups.context(rank)]
+        ranks = range(self.layout.world) if rank is None else self.route.mates(rank)
+        contexts = sorted({groups.context(other) for other in ranks})
         for context in contexts:
             for owner, place, side in product(groups.members(context), range(groups.chunk_count), Side):
                 whole, chunk = Use(self.rows_of(side, owner, place), 0), owner * groups.chunk_count + place
