@@ -418,8 +418,8 @@ def test_programs_bring_every_cell_home_once(world: tuple[Layout, Mask], case: t
 
 
 @pytest.mark.parametrize(("count", "bits", "block"), [(3, b"\x11\x00", 3), (4, b"0\x15", 2)])
-def test_a_node_with_part_of_a_cached_sequence_group_knows_what_it_forwards(count: int, bits: bytes, block: int) -> None:
-    """Ranks 2 and 3 cache one sequence group, on two nodes: rank 2 forwards shards that it needs for its cache alone."""
+def test_a_node_with_part_of_a_cached_sequence_group_forwards(count: int, bits: bytes, block: int) -> None:
+    """Ranks 2 and 3 cache one sequence group, on two nodes. Rank 2 forwards shards that only its cache needs."""
     groups = Groups(query=2, key=1, keep=True)
     mask = Mask(blocks=BlockPattern(count, bits), block=block)
     layout = Layout("balanced", 7, 4, mask=Mask())
