@@ -113,6 +113,12 @@ PLAN: Cases = [
     ("make_plan(8, group='all')", "TypeError: group='all' must be None, a ProcessGroup that this rank is in, or a"),
     ("Mask(window=0)", "ValueError: window=0 must be at least 1; a query always sees its own position"),
     ("Mask(window=2.5)", "TypeError: window=2.5 must be an integer"),
+    ("Mask(window=float('inf'))", "TypeError: window=inf must be an integer"),
+    ("Mask(causal=1)", "TypeError: causal=1 must be True or False"),
+    ("Mask(prefix=-1)", "ValueError: prefix=-1 must be"),
+    ("Mask(prefix=2, cu_seqlens=[0, 4])", "ValueError: prefix=2 can't be combined with cu_seqlens"),
+    ("Mask(cu_seqlens=[])", "ValueError: cu_seqlens=[] must start with 0"),
+    ("Mask(cu_seqlens=5)", "TypeError: cu_seqlens=5"),
     ("Mask(prefix=2, window=3)", "ValueError: prefix=2 can't be combined with window; leave one of them out"),
     ("Mask(cu_seqlens=[1, 8])", "ValueError: cu_seqlens=[1, 8] must start with 0, the first document's border"),
     ("Mask(cu_seqlens=[0, 5, 3])", "ValueError: cu_seqlens falls from 5 to 3; borders must not decrease"),
@@ -141,6 +147,28 @@ PLAN: Cases = [
         "plan.bytes(batch=1, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.int8)",
         "TypeError: dtype=torch.int8 can't be used; choose one of torch.float64, torch.float32,",
     ),
+]
+_GATHERED = "ValueError: gather_kv=True needs route='direct', circulate='key-value' and ulysses_degree=1, not route="
+PLAN_OF_TWO: Cases = [
+    (f"make_plan(8, strategy=Strategy({given}), group=group)", start)
+    for given, start in (
+        ("ulysses_degree=3", "ValueError: ulysses_degree=3 does not divide the 2 ranks"),
+        ("ulysses_degree=0", "ValueError: ulysses_degree=0 must be a number of head groups, at least 1, 'all' or"),
+        ("ulysses_degree=True", "ValueError: ulysses_degree=True must be a number of head groups, at least 1, 'all'"),
+        ("ulysses_degree=2, route='ring'", "ValueError: route='ring' passes shards on along the ring, and with"),
+        ("gather_kv='yes'", "ValueError: gather_kv='yes' must be True, False or 'auto'"),
+        ("gather_kv=True, ulysses_degree=1, route='direct'", f"{_GATHERED}'direct', circulate='auto' and"),
+        (
+            "gather_kv=True, ulysses_degree=2, route='direct', circulate='key-value'",
+            f"{_GATHERED}'direct', circulate='key-value' and ulysses_degree=2",
+        ),
+        (
+            "gather_kv=True, ulysses_degree=1, route='ring', circulate='key-value'",
+            f"{_GATHERED}'ring', circulate='key-value' and ulysses_degree=1",
+        ),
+        ("circulate='air'", "ValueError: circulate='air' is unknown; choose one of auto, query, key-value,"),
+        ("chunks=2, route='ring'", "ValueError: chunks=2 sends the shards of a sequence group together, and"),
+    )
 ]
 DIFFER: Cases = [
     ("make_plan([8, 9][rank], group=group)", "DisagreementError: make_plan: the ranks disagree on seqlen: rank 0"),
@@ -186,38 +214,60 @@ DIFFER: Cases = [
 ]
 LOSS: Cases = [
     ("next_token_loss(hidden, weight, labels, {None: plan})", "TypeError: plan={None: Plan(rank 0 of 1, seqlen=8,"),
+    ("next_token_loss(hidden.long(), weight, labels, plan)", "TypeError: hidden has dtype torch.int64; pass fp64,"),
+    ("next_token_loss([1.0], weight, labels, plan)", "TypeError: hidden is a list; pass a tensor"),
     ("next_token_loss(hidden[0], weight, labels, plan)", "ValueError: hidden has shape [8, 4]; pass [batch, local"),
     ("next_token_loss(hidden[:, :5], weight, labels, plan)", "ValueError: hidden has 5 tokens, the plan gives this"),
     ("next_token_loss(hidden, weight[:, :3], labels, plan)", "ValueError: lm_head_weight has shape [11, 3]; pass"),
     ("next_token_loss(hidden, weight.double(), labels, plan)", "TypeError: lm_head_weight has dtype torch.float64,"),
+    ("next_token_loss(hidden, weight.to('meta'), labels, plan)", "ValueError: lm_head_weight is on meta, hidden on"),
     ("next_token_loss(hidden, weight, labels[:, 1:], plan)", "ValueError: labels has shape [1, 7], not hidden's [1,"),
     ("next_token_loss(hidden, weight, labels.float(), plan)", "TypeError: labels has dtype torch.float32; pass"),
     ("next_token_loss(hidden, weight, labels + 11, plan)", "ValueError: labels holds 11, neither in [0, 11) nor"),
-    ("next_token_loss(hidden, weight, labels, plan, num_valid=-1)", "ValueError: num_valid=-1 must be a count of"),
-    ("next_token_loss(hidden, weight, labels, plan, num_valid=0)", "ValueError: num_valid=0, but the group holds 8"),
-    (
-        "next_token_loss(hidden, weight, labels, plan, chunk_tokens=0)",
-        "ValueError: chunk_tokens=0 must be a positive integer, or None",
-    ),
-    ("next_token_loss(hidden, weight, labels, plan, factor=0)", "ValueError: factor=0 must be finite and not 0;"),
-    ("next_token_loss(hidden, weight, labels, plan, softcap=0.0)", "ValueError: softcap=0.0 must be finite and"),
-    (
-        "next_token_loss(hidden, weight, labels, plan, bias=torch.zeros(3))",
-        "ValueError: bias has shape [3]; pass [11], one number for each logit",
-    ),
+    ("next_token_loss(hidden, weight, labels - 1, plan)", "ValueError: labels holds -1, neither in [0, 11) nor"),
+    ("token_log_probs(hidden[0], weight, shifted, plan)", "ValueError: hidden has shape [8, 4]; pass [batch, local"),
     ("token_log_probs(hidden, weight, labels, plan)", "ValueError: labels has a label at the last position of the"),
-    (
-        "token_log_probs(hidden, weight, labels, plan, temperature=0)",
-        "ValueError: temperature=0 must be finite and greater than 0; logits are divided by it",
-    ),
-    (
-        "token_log_probs(hidden, weight, labels, plan, outputs='entropy')",
-        "TypeError: outputs='entropy' must be a sequence of names out of log_probs, entropy,",
-    ),
-    (
-        "token_log_probs(hidden, weight, labels, plan, outputs=['perplexity'])",
-        "ValueError: outputs holds 'perplexity', which is unknown; choose from log_probs,",
-    ),
+]
+LOSS += [
+    (f"next_token_loss(hidden, weight, labels, plan, {option})", start)
+    for option, start in (
+        ("ignore_index=None", "TypeError: ignore_index=None must be an integer"),
+        ("num_valid=-1", "ValueError: num_valid=-1 must be a count of tokens: finite and not negative"),
+        ("num_valid=float('nan')", "ValueError: num_valid=nan must be a count of tokens"),
+        ("num_valid=True", "TypeError: num_valid=True must be a number, a tensor of one number, or None"),
+        ("num_valid='5'", "TypeError: num_valid='5' must be a number, a tensor of one number, or None"),
+        ("num_valid=0", "ValueError: num_valid=0, but the group holds 8"),
+        ("factor='2'", "TypeError: factor='2' must be a number"),
+        ("factor=float('inf')", "ValueError: factor=inf must be finite and not 0;"),
+        ("factor=0", "ValueError: factor=0 must be finite and not 0;"),
+        ("softcap=True", "TypeError: softcap=True must be a number, or None for no cap"),
+        ("softcap=0.0", "ValueError: softcap=0.0 must be finite and greater than 0, or None for no cap"),
+        ("softcap=float('nan')", "ValueError: softcap=nan must be finite and greater than 0, or None for no cap"),
+        ("bias=[0.0] * 11", "TypeError: bias is a list; pass a tensor"),
+        ("bias=torch.zeros(3)", "ValueError: bias has shape [3]; pass [11], one number for each logit"),
+        ("bias=torch.zeros(11).double()", "TypeError: bias has dtype torch.float64, hidden torch.float32; cast one"),
+        ("bias=torch.zeros(11, device='meta')", "ValueError: bias is on meta, hidden on cpu; put them on one device"),
+        ("chunk_tokens=0", "ValueError: chunk_tokens=0 must be a positive integer, or None"),
+        ("chunk_tokens=2.5", "ValueError: chunk_tokens=2.5 must be a positive integer, or None"),
+    )
+]
+LOSS += [
+    (f"token_log_probs(hidden, weight, shifted, plan, {option})", start)
+    for option, start in (
+        ("temperature='1'", "TypeError: temperature='1' must be a number"),
+        ("temperature=True", "TypeError: temperature=True must be a number"),
+        ("temperature=0", "ValueError: temperature=0 must be finite and greater than 0; logits are divided by it"),
+        ("temperature=-0.5", "ValueError: temperature=-0.5 must be finite and greater than 0;"),
+        ("temperature=float('inf')", "ValueError: temperature=inf must be finite and greater than 0;"),
+        ("temperature=float('nan')", "ValueError: temperature=nan must be finite and greater than 0;"),
+        ("outputs='entropy'", "TypeError: outputs='entropy' must be a sequence of names out of log_probs, entropy,"),
+        ("outputs=None", "TypeError: outputs=None must be a sequence of names out of log_probs, entropy,"),
+        ("outputs=['kl']", "ValueError: outputs holds 'kl', which is unknown; choose from log_probs,"),
+        ("outputs=['entropy', 3]", "ValueError: outputs holds 3, which is unknown; choose from log_probs,"),
+        ("softcap=0", "ValueError: softcap=0 must be finite and greater than 0, or None for no cap"),
+        ("bias=torch.zeros(3)", "ValueError: bias has shape [3]; pass [11], one number for each logit"),
+        ("chunk_tokens=0", "ValueError: chunk_tokens=0 must be a positive integer, or None"),
+    )
 ]
 HF: Cases = [
     ("hf.shard_batch([1, 2], plan)", "TypeError: batch is a list; pass a mapping with input_ids"),
@@ -595,6 +645,7 @@ COMMON |= {"torch": torch, "pickle": pickle, "parallel": parallel, "kernels": ke
 AREAS = {
     "The attention call": (CALL, attention_names, 1),
     "The plan and its mask": (PLAN, attention_names, 1),
+    "The plan of two ranks": (PLAN_OF_TWO, attention_names, 2),
     "Ranks that differ": (DIFFER, attention_names, 2),
     "The loss": (LOSS, attention_names, 1),
     "A Hugging Face call": (HF, model_names, 1),

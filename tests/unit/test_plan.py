@@ -766,61 +766,6 @@ def test_route_auto_crosses_between_crowded_hosts_once() -> None:
     assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "nodes"
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "reported"),
-    [
-        ({"window": 0}, ValueError, "window=0"),
-        ({"window": 1.5}, TypeError, "window=1.5"),
-        ({"prefix": -1}, ValueError, "prefix=-1"),
-        ({"prefix": 2, "window": 4}, ValueError, "window"),
-        ({"prefix": 2, "cu_seqlens": [0, 4]}, ValueError, "cu_seqlens"),
-        ({"cu_seqlens": [1, 4]}, ValueError, "start with 0"),
-        ({"cu_seqlens": [0, 4, 3]}, ValueError, "falls from 4 to 3"),
-        ({"cu_seqlens": []}, ValueError, "start with 0"),
-        ({"cu_seqlens": 5}, TypeError, "cu_seqlens=5"),
-        ({"window": float("inf")}, TypeError, "window=inf"),
-        ({"causal": 1}, TypeError, "causal=1"),
-        ({"together": [0, 0], "causal": False}, ValueError, "together can't be combined with causal=False"),
-        ({"together": [0, 0], "prefix": 1}, ValueError, "together can't be combined with prefix"),
-        ({"together": [[0, 0]]}, ValueError, "one group number per token"),
-        ({"together": [0.5]}, TypeError, "together has dtype float64"),
-    ],
-)
-def test_masks_refuse_by_name(options: dict, error: type[Exception], reported: str) -> None:
-    with pytest.raises(error, match=reported):
-        Mask(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "reported"),
-    [
-        ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must equal seqlen"),
-        ({"mask": Mask(prefix=9)}, "prefix=9"),
-        ({"mask": Mask(together=[0, 0])}, "together has 2 entries"),
-        ({"layout": "spiral"}, "layout='spiral'"),
-        ({"layout": "balanced-per-document"}, "use layout='balanced'"),
-        ({"route": "scenic"}, "route='scenic'"),
-        ({"rank": 2}, "rank=2"),
-        ({"ulysses_degree": 3}, "ulysses_degree=3 does not divide the 2 ranks"),
-        ({"ulysses_degree": 0}, "ulysses_degree=0"),
-        ({"ulysses_degree": True}, "ulysses_degree=True"),
-        ({"ulysses_degree": 2, "route": "ring"}, "route='ring'"),
-        ({"gather_kv": "yes", "ulysses_degree": 1}, "gather_kv='yes'"),
-        ({"gather_kv": True, "ulysses_degree": 1, "route": "direct"}, "circulate='auto'"),
-        ({"gather_kv": True, "ulysses_degree": 2, "route": "direct", "circulate": "key-value"}, "ulysses_degree=2"),
-        ({"gather_kv": True, "ulysses_degree": 1, "route": "ring", "circulate": "key-value"}, "route='ring'"),
-        ({"cache_qkv": "yes"}, "cache_qkv='yes'"),
-        ({"circulate": "air"}, "circulate='air'"),
-        ({"chunks": -1}, "chunks=-1"),
-        ({"chunks": 2, "route": "ring"}, "chunks=2"),
-    ],
-)
-def test_schedules_refuse_by_name(options: dict, reported: str) -> None:
-    given = {"mask": Mask(), "layout": "zigzag", "route": "auto", "rank": 0, "world": 2} | options
-    with pytest.raises(ValueError, match=reported):
-        make_schedule(8, **given)
-
-
 def test_many_alike_rows_of_blocks_are_few_regions() -> None:
     """Planning time grows with the number of regions. Blocks above a causal diagonal don't matter."""
     count = 500
