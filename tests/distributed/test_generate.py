@@ -25,6 +25,8 @@ from burst_attention.testing import WorkerPool
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
+HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent mechanism that a cache holds
+OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
 NEW = 12
 
 STRIPED = "layout=striped,circulate=key-value,ulysses_degree=1"
@@ -37,22 +39,35 @@ def at_all_worlds(name, ids, worlds=(1, 2, 3), **options):
         check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, **options)), expected)
 
 
+def long(*case):
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
-    ("name", "count", "worlds"),
+    ("name", "count", "rows", "worlds"),
     [
-        ("llama", 1, (2,)),
-        ("llama", 7, (1, 3)),
-        ("llama", 1_000, (3,)),
-        ("mistral", 1_000, (2,)),
-        ("gemma3", 7, (3,)),
-        ("gpt_oss", 1_000, (2,)),
-        ("deepseek_v3", 7, (3,)),  # the cache holds the keys and values that are projected from latent vectors
-        pytest.param("qwen3", 1_000, (1, 3), marks=pytest.mark.long),
-        pytest.param("deepseek_v2", 1_000, (3,), marks=pytest.mark.long),
+        ("llama", 1, 1, (2,)),
+        ("llama", 7, 1, (1, 3)),
+        ("llama", 1_000, 1, (3,)),
+        ("mistral", 1_000, 1, (2,)),
+        ("gemma3", 7, 1, (3,)),
+        ("gpt_oss", 1_000, 1, (2,)),
+        ("deepseek_v3", 7, 1, (3,)),  # the cache holds the keys and values that are projected from latent vectors
+        ("qwen3_5", 1_000, 1, (3,)),
+        ("qwen3_5", 7, 1, (2,)),
+        ("bamba", 1, 1, (2,)),
+        ("kimi_linear", 7, 1, (2,)),
+        ("lfm2", 1_000, 1, (2,)),
+        long("qwen3", 1_000, 1, (1, 3)),
+        long("deepseek_v2", 1_000, 1, (3,)),
+        long("bamba", 1_000, 1, (1, 4)),
+        long("kimi_linear", 1_000, 1, (3,)),
+        *(long(name, 131, 3, (1, 3)) for name in ("bamba", "lfm2")),
+        *(long(name, 150, 2, (3,)) for name in OTHERS),
     ],
 )
-def test_tokens_and_logits_equal_one_process(name, count, worlds):
-    at_all_worlds(name, ids_of(count), worlds, max_new_tokens=NEW)
+def test_tokens_and_logits_equal_one_process(name, count, rows, worlds):
+    at_all_worlds(name, ids_of(count, rows), worlds, max_new_tokens=NEW)
 
 
 @pytest.mark.long
@@ -125,18 +140,23 @@ def test_other_seeds_are_refused(pools):
         assert text.startswith("DisagreementError") and "torch.manual_seed(seed)" in text
 
 
-def test_turns_continue_the_cache():
-    """The second turn is short, the third is long enough for several steps."""
-    first, second, third = ids_of(90), ids_of(5), ids_of(150)
+def continued(ids):
+    """Generate after these ids. The mask says that a pad token among them is a token."""
+    return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize("name", ["gemma3", long("qwen3_5"), long("kimi_linear")])
+def test_turns_continue_the_cache(name):
+    """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
+    first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
 
     def turns(run):
         said = run(first).sequences
         said = run(torch.cat([said, second], 1)).sequences
         return run(torch.cat([said, third], 1))
 
-    expected = turns(lambda ids: alone("gemma3", ids, max_new_tokens=NEW))  # without a cache between turns
-    use = lambda *both: turns(lambda ids: generate(*both, ids, max_new_tokens=NEW))  # noqa: E731
-    check_equal(over_ranks("gemma3", 3, use), expected)
+    expected = turns(lambda ids: alone(name, **continued(ids)))  # without a cache between turns
+    check_equal(over_ranks(name, 3, lambda *both: turns(lambda ids: generate(*both, **continued(ids)))), expected)
 
 
 def tokens_at_once(model, use):
@@ -149,7 +169,7 @@ def tokens_at_once(model, use):
     return out, [n for n in counts if n > 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", pytest.param("gpt_oss", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["llama", "mistral", long("gpt_oss"), *map(long, HYBRIDS)])
 def test_a_prompt_in_chunks_gives_the_same_tokens(name):
     """500 tokens in 4 equal pieces; a window is shorter than a piece."""
     ids = ids_of(501)
@@ -157,13 +177,17 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(name):
 
     def use(model, cache):
         cache = ShardedCache(model.config, cache.group, prefill_chunk=130)
-        return tokens_at_once(model, lambda: generate(model, cache, ids, max_new_tokens=NEW))
+        out, counts = tokens_at_once(model, lambda: generate(model, cache, ids, max_new_tokens=NEW))
+        return out, counts, [each.tensors() for each in cache.states.values()]
 
-    for world in (1, 3):
+    for world in (3,) if name in HYBRIDS else (1, 3):
         outs = over_ranks(name, world, use)
-        check_equal([out for out, _ in outs], expected)
-        assert [sum(counts) for counts in zip(*(counts for _, counts in outs), strict=True)] == [125] * 4
-        assert all(max(counts) <= -(-125 // world) for _, counts in outs)
+        check_equal([out for out, *_ in outs], expected)
+        assert [sum(counts) for counts in zip(*(counts for _, counts, _ in outs), strict=True)] == [125] * 4
+        assert all(max(counts) <= -(-125 // world) for _, counts, _ in outs)
+        for _, _, states in outs:
+            for mine, first in zip(states, outs[0][2], strict=True):
+                assert all(torch.equal(mine[each], x) for each, x in first.items()), "states differ between ranks"
 
 
 @pytest.mark.parametrize(("first", "count", "keep"), [(0, 100, 40), (0, 70, 64), (90, 130, 10), (90, 20, 0)])
@@ -348,20 +372,26 @@ def test_a_cache_that_was_reset_belongs_to_the_weights_that_fill_it_again(tmp_pa
     over_ranks("llama", 2, use)
 
 
-def test_a_saved_cache_serves_any_number_of_ranks(tmp_path):
-    name, (ids, mask) = "gemma3", padded((150, 90))
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("gemma3", (150, 90)), *(long(name, (150, 150)) for name in ("bamba", "kimi_linear", "lfm2"))]
+)
+def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name, lengths):
+    ids, mask = padded(lengths)
     first = alone(name, ids, attention_mask=mask, max_new_tokens=70).sequences
-    longer = torch.cat([mask, torch.ones(len(mask), first.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
-    expected = alone(name, first, attention_mask=longer, max_new_tokens=NEW)
+    longer = torch.cat([first, ids_of(100, 2)], 1)
+    ones = torch.ones(2, longer.shape[1] - mask.shape[1], dtype=mask.dtype)
+    right = {"attention_mask": torch.cat([mask, ones], 1), "max_new_tokens": NEW}
+    expected = alone(name, longer, **right)
 
     def save(model, cache):
         cache = ShardedCache(model.config, cache.group, prefill_chunk=100)
         generate(model, cache, ids, attention_mask=mask, max_new_tokens=70)
         cache.save(tmp_path / "cache")
+        generate(model, cache, longer, **right)  # what the cache holds later is not loaded
 
     def load(model, cache):
         loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group)
-        return generate(model, loaded, first, attention_mask=longer, max_new_tokens=NEW)
+        return generate(model, loaded, longer, **right)
 
     over_ranks(name, 3, save)
     for world in (1, 4):

@@ -6,29 +6,23 @@ import copy
 import functools
 
 import torch
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
+from transformers import CONFIG_MAPPING
 
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.support.hf_models import SMALL, VOCABULARY, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
+from tests.tools.families import model_class
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 POSITIONS = 32_768
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "moe_intermediate_size": 16}
 OTHERS = {  # whose sinks or experts transformers does not initialise
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
-    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, LATENT | EXPERTS | {"first_k_dense_replace": 1}),
-    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, LATENT | EXPERTS | {"first_k_dense_replace": 1}),
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": WINDOW},
+    "deepseek_v2": LATENT | EXPERTS | {"first_k_dense_replace": 1},
+    "deepseek_v3": LATENT | EXPERTS | {"first_k_dense_replace": 1},
 }
 
 
@@ -46,12 +40,12 @@ def model_of(name, implementation="burst"):
         return make_model(name, implementation, torch.float32, max_position_embeddings=POSITIONS).eval()
     hf.register()
     torch.manual_seed(0)
-    model_class, config_class, own = OTHERS[name]
-    sizes = SMALL | {"max_position_embeddings": POSITIONS} | own
-    if own.get("kv_lora_rank"):
+    sizes = SMALL | {"max_position_embeddings": POSITIONS} | OTHERS[name]
+    if sizes.get("kv_lora_rank"):
         sizes |= {"num_key_value_heads": sizes["num_attention_heads"]}
         del sizes["head_dim"]  # follows from the parts
-    model = model_class(config_class(**sizes, attn_implementation=implementation, pad_token_id=0)).eval()
+    config = CONFIG_MAPPING[name](**sizes, attn_implementation=implementation, pad_token_id=0)
+    model = model_class(name)(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
+from tests.tools.families import model_class
 
 SEQLEN, VOCABULARY, WINDOW = 40, 64, 7
 DOCUMENTS = (0, 11, 12, 30, 40)
@@ -45,35 +24,32 @@ SMALL = {
     "attention_dropout": 0.0,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+# (type of the configuration, settings)
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": WINDOW}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, MIXED | {"use_sliding_window": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, MIXED | {"use_sliding_window": True}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", MIXED | {"use_sliding_window": True}),
+    "qwen3": ("qwen3", MIXED | {"use_sliding_window": True}),
+    "gemma3": ("gemma3_text", MIXED),
 }
 # Models whose logits are more than a product.
 HEADS = {
-    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 3.0}),
-    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
-    "cohere2": (Cohere2ForCausalLM, Cohere2Config, MIXED | {"logit_scale": 0.375}),
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
-        MIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.5},
-    ),
-    "gemma3 capped": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED | {"final_logit_softcapping": 2.0}),
-    "phi": (PhiForCausalLM, PhiConfig, {}),
+    "granite": ("granite", {"logits_scaling": 3.0}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", MIXED | {"logit_scale": 0.375}),
+    "gemma2": ("gemma2", MIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.5}),
+    "gemma3 capped": ("gemma3_text", MIXED | {"final_logit_softcapping": 2.0}),
+    "phi": ("phi", {}),
 }
 
 
 def make_model(name, implementation="burst", dtype=torch.float64, **changes):
     """The same random weights for every implementation."""
     hf.register()
-    model_class, config_class, own = (MODELS | HEADS)[name]
-    config = config_class(**SMALL | own | changes, attn_implementation=implementation, pad_token_id=0)
+    kind, own = (MODELS | HEADS)[name]
+    config = CONFIG_MAPPING[kind](**SMALL | own | changes, attn_implementation=implementation, pad_token_id=0)
     torch.manual_seed(0)
-    model = model_class(config).to(dtype)
+    model = model_class(kind)(config).to(dtype)
     if name in HEADS:  # logits so large that what is made of them changes the loss
         model.lm_head.weight.data *= 20
     if model.lm_head.bias is not None:

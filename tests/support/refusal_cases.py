@@ -339,6 +339,10 @@ KERNELS: Cases = [
     ("burst_attention(q, k, v, plan, kernel='aten-cudnn')", "ValueError: kernel='aten-cudnn' runs on cuda, the"),
     ("burst_attention(q, k, v, plan, kernel='aten-efficient')", "ValueError: kernel='aten-efficient' runs on cuda,"),
     (
+        "kernels.choose('aten', device=q.device, dtype=torch.int32)",
+        "ValueError: kernel='aten' does not take torch.int32;",
+    ),
+    (
         "kernels.choose('aten', device=meta, dtype=torch.float32, head_dims=(16, 16))",
         "ValueError: kernel='aten' runs on cpu, the tensors are on meta; use kernel='aten-flash'",
     ),
@@ -355,6 +359,15 @@ COMPAT: Cases = [
     (
         "ring_flash_attn.ring_flash_attn_func(x, x, x, window_size=(2, 3))",
         "ValueError: window_size=(2, 3) with causal=False: both sides must be equal; pass",
+    ),
+    ("ring_flash_attn.ring_flash_attn_func(x, x, x, window_size=3)", "TypeError: window_size=3 must be (left, right),"),
+    (
+        "ring_flash_attn.ring_flash_attn_varlen_kvpacked_func(x[0], x.expand(4, 4, 2, 8), [0, 4], 4)",
+        "ValueError: kv is [4, 4, 2, 8]; it must have 4 dims, and dim 1 must be 2",
+    ),
+    (
+        "ring_flash_attn.ring_flash_attn_varlen_func(x, x, x, [0, 4], 4, group=group)",
+        "ValueError: q, k and v must be [tokens, heads, head dim], but one is [1, 4, 2, 8]",
     ),
     ("ring_flash_attn.stripe_flash_attn_qkvpacked_func(x)", "ValueError: qkv is [1, 4, 2, 8]; it must have 5 dims,"),
     (
@@ -373,6 +386,14 @@ COMPAT: Cases = [
     (
         "ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7]), True, 0, 2)",
         "ValueError: cu_seqlens ends at 7, which is not a multiple of 2 ranks; pad the last",
+    ),
+    (
+        "LongContextAttention(ring_impl_type='basic_npu', ulysses_degree=1)",
+        "ValueError: ring_impl_type='basic_npu' is unknown; choose one",
+    ),
+    (
+        "LongContextAttention(ulysses_degree=2)(x, x, x, softcap=-30.0)",
+        "ValueError: softcap=-30.0 must be a number from 1.18e-38 to",
     ),
     (
         "LongContextAttention(ring_impl_type='zigzag', ulysses_degree=2)",

@@ -19,54 +19,26 @@ from tests.tools import families
 
 # Numbers of special tokens, all below families.VOCABULARY; ordinary tokens are smaller than the first.
 IMAGE, VIDEO, AUDIO, BEGIN, END = 90, 91, 92, 93, 94
-_TOKENS = {
-    "image_token_id": IMAGE,
-    "image_token_index": IMAGE,
-    "img_context_token_id": IMAGE,
-    "media_placeholder_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "video_token_index": VIDEO,
-    "audio_token_id": AUDIO,
-    "audio_token_index": AUDIO,
-    "vision_start_token_id": BEGIN,
-    "vision_end_token_id": END,
-    "image_start_token_id": BEGIN,
-    "image_end_token_id": END,
-    "boi_token_index": BEGIN,
-    "eoi_token_index": END,
-    "boi_token_id": BEGIN,
-    "eoi_token_id": END,
-}
+_IMAGES = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+_TOKENS = (
+    dict.fromkeys(_IMAGES, IMAGE)
+    | dict.fromkeys(("video_token_id", "video_token_index"), VIDEO)
+    | dict.fromkeys(("audio_token_id", "audio_token_index"), AUDIO)
+    | dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_index", "boi_token_id"), BEGIN)
+    | dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_index", "eoi_token_id"), END)
+)
 # Settings that make a vision tower and its projector small, each taken where the configuration has it.
-_VISION = {
-    "hidden_size": 32,
-    "embed_dim": 32,
-    "intermediate_size": 48,
-    "mlp_ratio": 2,
-    "num_hidden_layers": 2,
-    "depth": 2,
-    "num_layers": 2,
-    "layers": 2,
-    "num_attention_heads": 2,
-    "attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_heads": 2,
-    "head_dim": 16,
-    "image_size": 16,
-    "patch_size": 4,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
-    "spatial_patch_size": 4,
-    "out_hidden_size": 64,
-    "window_size": 16,
-    "fullatt_block_indexes": [1],
-    "deepstack_visual_indexes": [0, 1],
-    "num_position_embeddings": 16,
-    "position_embedding_size": 32,
-    "projection_dim": 64,
-    "max_num_patches": 16,
-    "num_patches": 16,
-}
+_VISION = (
+    dict.fromkeys(("hidden_size", "embed_dim", "position_embedding_size"), 32)
+    | dict.fromkeys(("mlp_ratio", "num_hidden_layers", "depth", "num_layers", "layers", "spatial_merge_size"), 2)
+    | dict.fromkeys(("num_attention_heads", "attention_heads", "num_key_value_heads", "num_heads"), 2)
+    | dict.fromkeys(("head_dim", "image_size", "window_size", "num_position_embeddings"), 16)
+    | dict.fromkeys(("max_num_patches", "num_patches"), 16)
+    | dict.fromkeys(("patch_size", "spatial_patch_size"), 4)
+    | dict.fromkeys(("out_hidden_size", "projection_dim"), 64)
+    | {"intermediate_size": 48, "temporal_patch_size": 1}
+    | {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
+)
 _WHOLE = {"image_seq_length": 4, "mm_tokens_per_image": 4, "projection_dim": 64, "projector_hidden_size": 64}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 _HALF = {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
@@ -186,7 +158,7 @@ def _like(known: Any, value: Any) -> Any:
 
 def image_token(config: Any) -> int:
     """The token in place of which features of images stand."""
-    return next((getattr(config, name) for name in list(_TOKENS)[:4] if hasattr(config, name)), IMAGE)
+    return next((getattr(config, name) for name in _IMAGES if hasattr(config, name)), IMAGE)
 
 
 def stock_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -54,60 +54,22 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 # These only where it is not None.
-SMALL = {
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "rotary_dim": 8,
-    "n_embd": 64,
-    "n_inner": 96,
-    "n_positions": 128,
-    "n_ctx": 128,
-    "d_model": 64,
-    "n_layer": 4,
-    "n_layers": 4,
-    "num_layers": 4,
-    "decoder_layers": 4,
-    "encoder_layers": 2,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "max_seq_len": 128,
-    "embedding_size": 64,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_ssm": 128,
-    "mamba_d_state": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "time_step_rank": 8,
-    "mamba_chunk_size": 16,
-    "chunk_size": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+SMALL = (
+    dict.fromkeys(("n_embd", "d_model", "embedding_size"), 64)
+    | dict.fromkeys(("n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96)
+    | dict.fromkeys(("n_positions", "n_ctx", "max_seq_len", "mamba_d_ssm"), 128)
+    | dict.fromkeys(("n_layer", "n_layers", "num_layers", "decoder_layers"), 4)
+    | dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4)
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    | dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4)
+    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
+    | dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 32)
+    | dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
+    | dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 16)
+    | dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input", "time_step_rank"), 8)
+    | dict.fromkeys(("num_experts_per_tok", "moe_topk", "encoder_layers", "n_groups", "linear_num_key_heads"), 2)
+    | {"n_group": 1, "topk_group": 1, "vocab_size_per_layer_input": VOCABULARY}
+)
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}  # of latent attention it is the part that is turned
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _LINEAR = ["linear_attention", "full_attention"] * 2
@@ -161,22 +123,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 # Encoders by default: as causal language models they need is_decoder=True.
 ENCODERS = (
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 
 

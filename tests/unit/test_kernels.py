@@ -207,7 +207,7 @@ def test_merge_with_rows_that_see_nothing() -> None:
     assert torch.equal(out, blank[0]) and torch.equal(lse, blank[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_surrogate_carries_delta(dtype: torch.dtype) -> None:
     for dim in (1, 2, 64):
         dout, out = (torch.randn(1, 4, 100, dim, dtype=torch.float64).to(dtype) for _ in range(2))
@@ -217,7 +217,7 @@ def test_a_surrogate_carries_delta(dtype: torch.dtype) -> None:
         surrogate = surrogate_output(dout, delta)
         carried = (dout.double() * surrogate.double()).sum(-1)
         # One column rounds D once in the dtype; a second takes up what was lost.
-        bound = torch.finfo(dtype).eps * (1 if dim == 1 else 0.05 if dtype == torch.bfloat16 else 1)
+        bound = torch.finfo(dtype).eps if dim == 1 else min(torch.finfo(dtype).eps, 1e-4)
         assert relative_l2(carried, delta) <= bound
 
 
@@ -243,16 +243,6 @@ def test_appended_columns_carry_what_no_gradient_can() -> None:
     assert ones.shape[-1] == columns.shape[-1] == 11 and relative_l2(carried, delta) < 1e-6
     (call,) = backward_calls(dout, delta, widest=None, of_lse=True)
     assert call.out.shape[-1] == 11
-
-
-def test_kernels_refuse_by_name() -> None:
-    with pytest.raises(ValueError, match="kernel='fast'"):
-        choose("fast", device=CPU, dtype=torch.float32)
-    with pytest.raises(ValueError, match="kernel='aten' runs on cpu"):
-        choose("aten", device=torch.device("cuda"), dtype=torch.float32)
-    with pytest.raises(ValueError, match="int32"):
-        choose("aten", device=CPU, dtype=torch.int32)
-    assert choose("auto", device=torch.device("cuda"), dtype=torch.float32).name == "reference"
 
 
 def test_memory_that_nothing_was_written_to_holds_nan() -> None:
