@@ -12,7 +12,6 @@ from burst_attention.cli import check
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.route import ROUTES
-from burst_train.cli import plan
 from burst_train.parallel import STRATEGIES, choose
 from burst_train.step.evaluation import EvalConfig
 
@@ -36,7 +35,6 @@ def offered(settings: type, field: str) -> set[str]:
         (check.CheckArguments, "circulate", CIRCULATIONS),
         (check.CheckArguments, "masks", check.MASKS),
         (check.CheckArguments, "dtypes", DTYPE_NAMES),
-        (plan.PlanArguments, "dtype", DTYPE_NAMES),
         (bench.Arguments, "dtype", DTYPE_NAMES),
     ],
 )

@@ -24,9 +24,7 @@ from burst_train.forecast import buffers as buffers_module
 from burst_train.forecast.attention import (
     AttentionStrategy,
     Exchange,
-    Pass,
     Workload,
-    _Line,
     chosen,
     gather,
     predict_call,
@@ -112,17 +110,14 @@ def test_many_ranks_are_extrapolated_from_fewer(way: AttentionStrategy) -> None:
         assert a.computing == pytest.approx(b.computing, rel=close)
         assert a.seconds == pytest.approx(b.seconds, rel=close)
         assert a.inside + a.across == pytest.approx(b.inside + b.across, rel=close)
-        assert sum(a.busiest) == pytest.approx(sum(b.busiest), rel=2 * close)
 
 
 def test_documents_and_windows_that_few_ranks_can_not_stand_for_are_refused() -> None:
     way = WAYS[0]
-    with pytest.raises(ValueError, match="--window 3000 is more than half"):
+    with pytest.raises(ValueError, match="the window 3000 is more than half"):
         predict_call(way, setting(64, 100, mask=Mask(window=3000)), most=16)
     with pytest.raises(ValueError, match="documents of 3,200 tokens are longer"):
         predict_call(way, setting(64, 100, mask=Mask(cu_seqlens=(0, 3200, 6400))), most=16)
-    with pytest.raises(ValueError, match=r"--ranks 521 can't be predicted.*use --ranks 768"):
-        chosen(setting(521), Strategy())
     with pytest.raises(ValueError, match="two nodes at least"):
         predict_call(way, setting(64, per_node=16), most=16)
     near = predict_call(way, setting(64, 100, mask=Mask(window=50)), most=16)
@@ -170,10 +165,7 @@ def test_tensor_parallelism_sends_what_it_counts() -> None:
 
 
 def test_no_wait_is_less_than_nothing() -> None:
-    """Where less and less is exposed, a line goes on below zero."""
-    line, sent = _Line(WAYS[0], (8, 16), 64), {"inside": 0.0, "across": 0.0, "busiest": (0.0, 0.0)}
-    few, many = (Pass(seconds=seconds, computing=1.0, **sent) for seconds in (1.5, 1.1))
-    assert line.extended(few, many).exposed == pytest.approx(0.1)
+    """Where less and less is exposed, a line would go on below zero."""
     for way in WAYS:
         if way.route == "direct":
             call = predict_call(way, setting(32, 64, per_node=2), most=16)
@@ -207,9 +199,7 @@ SPLIT = "route=direct,ulysses_degree=16"
 def make_request(**more: Any) -> ForecastRequest:
     device = Device(peak=1e15, memory=more.pop("memory", 80e9))
     cluster = Cluster(ranks=more.pop("ranks", 8), per_node=8, rates=H100, device=device)
-    model = model_of("llama-3-8b")
-    given = {"seq_len": 1 << 17, "model": model, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 32}
-    return ForecastRequest(cluster=cluster, **(given | more))
+    return ForecastRequest(cluster=cluster, **({"seq_len": 1 << 17, "model": model_of("llama-3-8b")} | more))
 
 
 def test_a_step_is_attention_products_and_what_is_exposed() -> None:
@@ -299,7 +289,8 @@ def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
 def test_layers_with_windows_are_counted_apart() -> None:
     windows = (None, 4096) * 16
     mixed = make_request(model=replace(model_of("llama-3-8b"), reaches=windows), remat="layer")
-    full, short = make_request(remat="layer"), make_request(window=4096, remat="layer")
+    full = make_request(remat="layer")
+    short = replace(full, model=replace(full.model, reaches=(4096,) * 32))
     both = [forecast_of("zigzag-ring", each) for each in (mixed, full, short)]
     assert both[0].attention == pytest.approx((both[1].attention + both[2].attention) / 2)
     assert mixed.flops < full.flops

@@ -30,17 +30,14 @@ def reported(capsys: Any, *arguments: str) -> str:
 
 def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     asked = ["--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4"]
-    short, out = reported(capsys, *asked), reported(capsys, *asked, "--all")
+    short = reported(capsys, *asked)
     assert "llama-3-8b, 1M tokens over 32 ranks on 4 nodes, h100-hgx+infiniband-400g" in short
-    assert "Recommended: auto" in short and "It fits with --remat" in short and len(short.splitlines()) < 16
-    assert "8.03 billion parameters" in out and "It fits with --remat" in out
+    assert "Recommended: auto" in short and "It fits with --remat" in short and len(short.splitlines()) < 18
     start = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400"
     flags = "--model llama-3-8b --seq-len 1048576 --max-positions 1048576 --strategy layout="
     assert f"{start} -m burst_attention.cli train {flags}" in short
-    assert short.count("--data DATA --out runs/mine") == 1 and out.count("--data DATA --out runs/mine") >= 4
-    # 4 D S^2 / 2 per head, 32 heads and layers, and 2 x 7.5 billion products a token; three times
-    assert "912 PFLOP per step" in out
-    assert "every figure here is a prediction" in out
+    assert short.count("--data DATA --out runs/mine") == 1
+    assert "every figure here is a prediction" in short
 
 
 def test_the_command_fits_as_printed(capsys: Any) -> None:
@@ -62,9 +59,9 @@ def test_a_last_node_with_fewer_ranks_is_named(capsys: Any) -> None:
 
 
 def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
-    small = ["--ranks", "2", "--q-heads", "8", "--layers", "2"]
+    small = ["--ranks", "2", "--model", "tiny"]
     assert "128K tokens" in " ".join(reported(capsys, "--seq-len", "128K", *small).split())
-    assert "1,000,000 tokens" in " ".join(reported(capsys, "--seq-len=1000000", *small, "--window", "4K").split())
+    assert "1,000,000 tokens" in " ".join(reported(capsys, "--seq-len=1000000", *small).split())
 
 
 def test_other_commands_read_them_too(tmp_path: Any) -> None:
@@ -76,24 +73,10 @@ def test_other_commands_read_them_too(tmp_path: Any) -> None:
     assert parse([f"--config={file}"]).data.seq_len == 2048 and parse([f"--config={file}"]).run.steps == 7
 
 
-def test_attention_alone(capsys: Any) -> None:
-    out = reported(
-        capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2", "--all"
-    )
-    assert "attention only, 8 query and 8 key-value heads of dimension 64, 2 layers" in out and "Attention only" in out
-    assert "rest of the model" not in out and "cli train" not in out
-    assert "tensor-sequence: not possible" in out
-    strategy = "layout=contiguous,circulate=nearest,ulysses_degree=1"
-    more = ["--q-heads", "4", "--dtype", "float64", "--strategy", strategy, "--all"]
-    assert f"{strategy}, contiguous layout, direct route, circulate='nearest', ulysses_degree=1" in reported(
-        capsys, "--seq-len", "1K", "--ranks", "4", *more
-    )
-
-
 @pytest.mark.long
 def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_path: Any) -> None:
     asked = ["--seq-len", "32K", "--batch", "8", "--documents", "4", "--ranks", "8", "--packing", "balanced"]
-    out = reported(capsys, *asked, "--all", "--json", f"{tmp_path}/plan.json")
+    out = reported(capsys, *asked, "--json", f"{tmp_path}/plan.json")
     assert "llama-3-8b, 8 packed sequences of 32K tokens over 8 ranks" in out
     assert "--seq-len 32768 --max-positions 32768 --dtype" in out
     assert "--packing balanced --batch 8 --data DATA" in out and "--pack none" not in out
@@ -114,8 +97,6 @@ def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_pat
 
 
 def test_what_does_not_fit_is_reported_with_what_would(capsys: Any) -> None:
-    out = reported(capsys, "--seq-len", "4M", "--ranks", "8", "--no-causal", "--q-heads", "64", "--kv-heads", "8")
-    assert "Recommended" in out
     out = reported(capsys, "--model", "llama-3-70b", "--seq-len", "8M", "--ranks", "8")
     assert "It does not fit" in out and "Recommended" not in out
 
@@ -136,18 +117,21 @@ def test_the_longest_sequence_grows_with_each_option_that_saves_memory() -> None
     single = plan.PlanArguments(seq_len=2**16, ranks=1, hardware="h100-hgx").request()
     assert (savings(single)[-1][1].longest or 0) > 750_000
     assert "8" in names[2] and found[-1].flags.endswith("--optimizer-offload")
-    assert not savings(plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).request())
+    assert not savings(plan.PlanArguments(seq_len=1024, ranks=2, hardware="cpu").request())
 
 
 def test_copies_take_time_only_where_computation_does_not_hide_them() -> None:
-    asked = plan.PlanArguments(seq_len=2**17, ranks=8, hardware="h100-hgx", remat="layer", mlp_chunks=8)
+    asked = plan.PlanArguments(seq_len=2**17, ranks=8, hardware="h100-hgx", remat="layer", mlp_chunks=8).request()
 
-    def seconds(**more: Any) -> float:
-        return forecast_of("auto", replace(asked, **more).request()).seconds
+    def seconds(offload: str, disk: float = 3e9) -> float:
+        device = replace(asked.cluster.device, disk=disk)
+        return forecast_of(
+            "auto", replace(asked, offload=offload, cluster=replace(asked.cluster, device=device))
+        ).seconds
 
-    plain = seconds()
-    assert seconds(offload="host") == plain
-    slow, slower = (seconds(offload="disk:/scratch", disk_rate=rate) for rate in (0.2, 0.1))
+    plain = seconds("none")
+    assert seconds("host") == plain
+    slow, slower = (seconds("disk:/scratch", rate) for rate in (0.2e9, 0.1e9))
     inputs = 2**17 / 8 * 4096 * 2 * 32
     assert plain < slow and slower - slow == pytest.approx(2 * (inputs / 0.1e9 - inputs / 0.2e9))
 
@@ -156,7 +140,7 @@ def test_a_faster_strategy_within_the_tolerance_is_named() -> None:
     def forecast(name: str, attention: float) -> Forecast:
         return Forecast(strategy=name, way="a way", attention=attention, memory={"none": {"weights": 1}}, fits=None)
 
-    asked = plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).request()
+    asked = plan.PlanArguments(seq_len=1024, ranks=2, model="tiny", hardware="cpu").request()
     said = verdict(asked, [forecast("burst", 1.01), forecast("ulysses", 1.0)], [])
     assert said.startswith(
         "Recommended: burst (a way), 1.01 s per step (ulysses is 1.0% faster, but a difference of up to 2%"
@@ -166,31 +150,14 @@ def test_a_faster_strategy_within_the_tolerance_is_named() -> None:
 
 
 @pytest.mark.long
-def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = reported(capsys, "--seq-len", "128K", "--ranks", "8", "--all")
-    table = [line for line in out.splitlines() if line[:1] in "│┃┏┡└"]
-    assert max(map(len, table)) <= 80
-    names = [cell.strip() for line in table if line.startswith("┃") for cell in line.split("┃")]
-    assert {"auto", "burst", "zigzag-ring", "ulysses", "usp", "tensor-sequence"} <= set(names)
-
-
-@pytest.mark.long
 def test_speed_is_reported_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
     written = tmp_path / "plan.json"
-    out = reported(capsys, "--seq-len", "128K", "--ranks", "8", "--all", "--json", str(written))
-    assert "tokens/s per rank" in out and "step time, --remat layer" in out
+    reported(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
     for each in json.loads(written.read_text())["strategies"]:
         if not each["refused"]:
             assert each["tokens_per_second"] == pytest.approx(131072 / (8 * each["seconds"]))
             assert each["steps"][each["remat"]] == pytest.approx(each["seconds"])
             assert each["steps"]["none"] <= each["steps"].get("keep-attention", 1e9) and each["steps"]["layer"] > 0
-
-
-def test_a_b200_is_known(capsys: Any) -> None:
-    assert main(["plan", "--hardware", "b200-hgx", "--seq-len", "128K", "--ranks", "2", "--q-heads", "8", "--all"]) == 0
-    out = capsys.readouterr().out
-    assert "2.25 PFLOP/s" in out and "180 GB" in out
 
 
 @pytest.mark.long
@@ -204,7 +171,7 @@ def test_a_file_holds_the_figures(capsys: Any, tmp_path: Any) -> None:
         assert each["seconds"] == pytest.approx(each["attention"] + each["rest"] + each["parameters"])
         assert each["fits"] is (sum(each["memory"][each["remat"]].values()) <= 0.9 * 80e9)
     assert values["model"]["parameters"] == 8_030_261_248 and values["ranks_of_a_node"] == 4
-    assert "estimated" in values["rates"]["source"] and len(values["assumptions"]) > 4
+    assert "estimated" in values["rates"]["source"] and len(values["notes"]) == 1
 
 
 def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -216,7 +183,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(forecast, "MOST_SIMULATED", 64)
     burst = "layout=zigzag,route=direct,circulate=query,ulysses_degree=1"
     monkeypatch.setattr(plan, "forecasts", lambda request: [forecast_of(burst, request)])
-    out = reported(capsys, "--seq-len", "16M", "--ranks", "4096", "--q-heads", "8", "--all")
+    out = reported(capsys, "--seq-len", "16M", "--ranks", "4096", "--model", "tiny")
     assert worlds == [32, 64]
     assert (
         f"{burst} is not simulated over all 4,096 ranks: it is extrapolated from simulations of 32 and 64 ranks" in out
@@ -275,6 +242,6 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Any) -> None:
 def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     rates = preset("h100-hgx")
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
-    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2, "joined": 1}
-    request: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
+    model: Any = SimpleNamespace(name="a-model")
+    request: Any = SimpleNamespace(cluster=cluster, model=model, seq_len=65536, dtype=torch.bfloat16, joined=1)
     assert f"{ranks} ranks on {nodes}" in headline(request)

@@ -40,6 +40,7 @@ from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
 from burst_train.config import TrainConfig
 from burst_train.forecast.machines import Device
+from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
 from burst_train.memory import MemoryConfig
 from tests.support.schedules import Planned, make_schedule
@@ -575,7 +576,7 @@ def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str
 def test_a_plan_is_made_for_what_it_recomputes() -> None:
     """With the flags printed by burst plan, burst train plans what was predicted."""
     cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
-    q = ForecastRequest(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
+    q = ForecastRequest(seq_len=8 << 12, cluster=cluster, model=model_of("llama-2-7b"), remat="layer")
     (mask,) = q.masks
     assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1
 

@@ -209,8 +209,8 @@ class Timed:
     computing: float  # seconds in which that rank computes; the rest is exposed exchange
     visits: float  # of the rank with the most
     launches: float  # of the rank with the most
-    inside: int  # bytes inside of a node, of the rank that sends or receives the most
-    across: int  # bytes across nodes, of the rank that sends or receives the most
+    inside: float  # bytes inside of a node, of the rank that sends or receives the most
+    across: float  # bytes across nodes, of the rank that sends or receives the most
 
     @property
     def exposed(self) -> float:

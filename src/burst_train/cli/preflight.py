@@ -97,7 +97,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from ..forecast.forecast import step_memory
     from ..forecast.machines import Device
     from ..forecast.models import FORMULA, Model
-    from ..forecast.request import Cluster, ForecastRequest, sizes_of
+    from ..forecast.request import Cluster, ForecastRequest
 
     if config.model.lora is not None or model.model_type not in FORMULA:
         return None
@@ -107,7 +107,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     request = ForecastRequest(
         seq_len=tokens,
         cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
-        **sizes_of(Model.of(model, config.model.model)),
+        model=Model.of(model, config.model.model),
         groups=groups,
         batch=rows,
         dtype=config.model.compute_dtype(config.parallel.device),

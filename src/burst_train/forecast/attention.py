@@ -9,27 +9,23 @@ compares the line with full simulations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import ceil, isqrt, log2
+from math import ceil, log2
 
 import numpy as np
 
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.groups import WHOLE, Groups, divisors
+from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
-from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
 from burst_attention.planner.rates import Link, Rates
-from burst_attention.planner.timing import PassSimulation, Timed
-from burst_attention.planner.traffic import Messages, edge_messages
-
-MOST_BY_EDGES = 32  # most ranks simulated on a route whose messages are built edge by edge
-LEAST_STANDING = 64  # fewest simulated ranks that may represent a larger world
+from burst_attention.planner.standing import MOST_BY_EDGES, extended, two_worlds
+from burst_attention.planner.timing import Timed
+from burst_attention.planner.traffic import edge_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +88,8 @@ def _shortened(mask: Mask, seq_len: int, world: int) -> Mask:
     if mask.cu_seqlens is None:
         if mask.window is not None and 2 * mask.window > seq_len:
             raise ValueError(
-                f"--window {mask.window} is more than half of the {seq_len:,} tokens of the {world} simulated ranks; "
-                "use at most 256 ranks, or a smaller --window"
+                f"the window {mask.window} is more than half of the {seq_len:,} tokens of the {world} simulated ranks; "
+                "use at most 256 ranks"
             )
         return mask
     longest = int(np.diff(mask.cu_seqlens).max())
@@ -130,38 +126,15 @@ class AttentionStrategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """Figures of one forward or backward.
-
-    Attributes:
-        seconds: time until the last rank is done.
-        computing: seconds in which that rank computes.
-        inside, across: bytes that a rank sends within its node and to other nodes, mean over ranks.
-        busiest: (inside, across) bytes of the rank that sends or receives most on that kind of link.
-    """
-
-    seconds: float
-    computing: float
-    inside: float
-    across: float
-    busiest: tuple[float, float]
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of exchange that computation does not hide."""
-        return self.seconds - self.computing
-
-
-@dataclass(frozen=True, kw_only=True)
 class Call:
-    """Figures of a forward and a backward.
+    """Figures of a forward and a backward. ``inside`` and ``across`` of a pass are means over ranks, in bytes.
 
     Attributes:
         standing: sizes of the two simulated worlds; None if all ranks were simulated.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: Timed
+    backward: Timed
     standing: tuple[int, int] | None = None
 
     @property
@@ -171,33 +144,10 @@ class Call:
 
 
 def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: bool = False) -> AttentionStrategy:
-    """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it.
-
-    Above 256 ranks it is the choice for the largest part of them that divides them.
-
-    Args:
-        caches, lse: as for :meth:`~burst_attention.planner.planner.Planner.decide`.
-
-    Raises:
-        ValueError: no number of ranks that can be simulated divides all.
-    """
-    degree = strategy.over(setting.world).ulysses_degree
-    if setting.world > MOST_SIMULATED:
-        setting = setting.over(_standing(setting.world, degree if isinstance(degree, int) else 1))
+    """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it."""
     schedule = setting.laid_out(strategy)
     groups, circulate = setting.planner.decide(schedule, setting.shape, caches=caches, lse=lse)
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
-
-
-def _standing(world: int, heads: int) -> int:
-    found = max((n for n in divisors(world) if n <= MOST_SIMULATED and n % heads == 0), default=1)
-    if found < LEAST_STANDING:
-        near = -(-world // MOST_SIMULATED) * MOST_SIMULATED
-        raise ValueError(
-            f"--ranks {world} can't be predicted: above {MOST_SIMULATED} ranks, a divisor from {LEAST_STANDING} to "
-            f"{MOST_SIMULATED} is simulated, but the largest is {found}; use --ranks {near}"
-        )
-    return found
 
 
 def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> Call:
@@ -213,96 +163,33 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
     if setting.world <= most:
         forward, backward = simulations(way, setting)
         return Call(forward=forward, backward=backward)
-    worlds = _two(way, most)
+    worlds = two_worlds(way.groups, way.circulate, most)
     if setting.per_node * 2 > worlds[0] and setting.per_node < setting.world:
         raise ValueError(
             f"--nodes of {setting.per_node} ranks each are too large: more than {most} ranks are extrapolated from "
             f"{worlds[0]} and {worlds[1]} ranks, which must fill two nodes at least; give more --nodes"
         )
     few, many = (simulations(way, setting.over(world)) for world in worlds)
-    line = _Line(way, worlds, setting.world)
-    both = [line.extended(a, b) for a, b in zip(few, many, strict=True)]
+    few_slices, many_slices, slices = (world // way.groups.query for world in (*worlds, setting.world))
+    sizes = few_slices, many_slices, slices
+    both = [extended(a, b, sizes, way.circulate) for a, b in zip(few, many, strict=True)]
     return Call(forward=both[0], backward=both[1], standing=worlds)
 
 
-def simulations(way: AttentionStrategy, setting: Workload) -> list[Pass]:
-    """Simulate both passes step by step, as :meth:`Schedule.timed` does."""
+def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
+    """Simulate a forward and a backward step by step, as :meth:`Schedule.timed` does."""
     schedule, passes = setting.schedule(way), []
     wire = setting.planner.wire(setting.world)
-    for direction in Direction:
-        one = sheet(way, setting, schedule, direction)
-        sent = messages_of(way, one, schedule)
+    for one in setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups):
+        if schedule.route.direct:
+            steps = one.traffic.cells(one.direction, one.groups, one.inner)
+            sent = one.traffic.messages(one.shape, one.direction, one.inner, one.groups, steps)
+        else:
+            sent = edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
         kind = wire.across(sent)
         inside, across = (float(sent.size[kind == n].sum()) / setting.world for n in (0, 1))
-        passes.append(_pass(one.run(sent), inside, across))
+        passes.append(replace(one.run(sent), inside=inside, across=across))
     return passes
-
-
-def sheet(way: AttentionStrategy, setting: Workload, schedule: Schedule, direction: Direction) -> PassSimulation:
-    """Return one pass, ready to be simulated."""
-    both = setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups)
-    return next(one for one in both if one.direction is direction)
-
-
-def messages_of(way: AttentionStrategy, one: PassSimulation, schedule: Schedule) -> Messages:
-    """Return all messages of one pass."""
-    if not schedule.route.direct:
-        return edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
-    steps = one.traffic.cells(one.direction, one.groups, one.inner)
-    return one.traffic.messages(one.shape, one.direction, one.inner, one.groups, steps)
-
-
-def _pass(timed: Timed, inside: float, across: float) -> Pass:
-    busiest = (float(timed.inside), float(timed.across))
-    return Pass(seconds=timed.seconds, computing=timed.computing, inside=inside, across=across, busiest=busiest)
-
-
-def _two(way: AttentionStrategy, most: int) -> tuple[int, int]:
-    """Return the sizes of two worlds to simulate.
-
-    The larger has at most ``most`` ranks, but at least four sequence groups. For ``blocks`` the groups are squares.
-    """
-    cut = way.groups.query
-    if way.circulate == "blocks":
-        side = max(4, isqrt(most // cut))
-        return cut * (side // 2) ** 2, cut * side**2
-    slices = max(4, most // cut)
-    return cut * (slices // 2), cut * slices
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line through the figures of two worlds, extrapolated to a larger one."""
-
-    way: AttentionStrategy
-    worlds: tuple[int, int]
-    world: int
-
-    def extended(self, few: Pass, many: Pass) -> Pass:
-        """Extrapolate two small worlds' passes to this world."""
-        computing = self._at(float, few.computing, many.computing)
-        # A rank's bytes, and so its exposed exchange, grow with the sides of a block for ``blocks``.
-        sides = _sides if self.way.circulate == "blocks" else float
-        return Pass(
-            computing=computing,
-            # If the exposed time falls, the line would go below zero: use at least the larger world's.
-            seconds=computing + max(many.exposed, self._at(sides, few.exposed, many.exposed)),
-            inside=self._at(sides, few.inside, many.inside),
-            across=self._at(sides, few.across, many.across),
-            busiest=(
-                self._at(sides, few.busiest[0], many.busiest[0]),
-                self._at(sides, few.busiest[1], many.busiest[1]),
-            ),
-        )
-
-    def _at(self, axis: Callable[[int], float], few: float, many: float) -> float:
-        a, b, x = (axis(n // self.way.groups.query) for n in (*self.worlds, self.world))
-        return many + (x - b) * (many - few) / (b - a)
-
-
-def _sides(slices: int) -> float:
-    """Return half the sum of a block's sides, in sequence groups."""
-    return (isqrt(slices) + slices / isqrt(slices)) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,10 +241,8 @@ def tensor(setting: Workload, hidden: int) -> Call:
     size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
     moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))
 
-    def both(one: Pass) -> Pass:
-        inside, across = 4 * moved.inside, 4 * moved.across
-        busiest = (one.busiest[0] + inside, one.busiest[1] + across)
-        seconds = one.seconds + 4 * moved.seconds
-        return replace(one, seconds=seconds, inside=one.inside + inside, across=one.across + across, busiest=busiest)
+    def both(one: Timed) -> Timed:
+        inside, across = one.inside + 4 * moved.inside, one.across + 4 * moved.across
+        return replace(one, seconds=one.seconds + 4 * moved.seconds, inside=inside, across=across)
 
     return replace(call, forward=both(call.forward), backward=both(call.backward))

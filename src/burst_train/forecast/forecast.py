@@ -16,9 +16,9 @@ from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.strategy import strategy_of, text_of
 from burst_attention.planner.choice import WORTH
 
-from ..parallel import FOREIGN, Heads, choose
+from ..parallel import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
-from .buffers import buffers, token_bytes
+from .buffers import buffers
 from .memory import OVERLAPPING, REMATS, Remat, Step
 from .request import ForecastRequest
 
@@ -118,11 +118,11 @@ def forecasts(request: ForecastRequest) -> list[Forecast]:
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
     """Predict the strategy with each option that saves memory added to those before it: (flags, forecast).
 
-    Empty for attention only, and if the memory of the step or of the device is unknown.
+    Empty if the memory of the step or of the device is unknown.
     """
-    if request.model is None or request.limit is None or not request.model.predicted:
+    if request.limit is None or not request.model.predicted:
         return []
-    heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.kv_heads % n == 0)
+    heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.model.heads.kv_heads % n == 0)
     options: dict[str, Mapping[str, Any]] = {
         "--remat layer": {"remat": "layer", "optimizer": "adamw"},
         f"--mlp-chunks {TOKEN_CHUNKS}": {"mlp_chunks": TOKEN_CHUNKS},
@@ -180,17 +180,12 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
 
 def _check(name: str, q: ForecastRequest) -> None:
     """Raise ValueError if the ranks can't train by this strategy."""
-    if name in FOREIGN:
-        if q.model is None:
-            raise ValueError("it shards a whole model, not attention only; give --model")
-        if q.attention_chunks > 1:
-            raise ValueError("it can't compute attention in chunks of heads; leave --attention-chunks out to see it")
+    if name in FOREIGN and q.attention_chunks > 1:
+        raise ValueError("it can't compute attention in chunks of heads; leave --attention-chunks out to see it")
     if q.joined > 1 and name != q.strategy:
         raise ValueError("it has no layout balanced; leave --packing balanced out to see it")
-    sizes: dict[str, Any] = {"q_heads": q.q_heads, "kv_heads": q.kv_heads, "head_dim": q.head_dim}
-    heads = q.model.heads if q.model else Heads(**sizes, hidden=q.q_heads * q.head_dim, intermediate=0)
     options: dict[str, Any] = {} if name in FOREIGN else {"attention_chunks": q.attention_chunks}
-    choose(name, **options).check(heads, q.seq_len, q.sharing)
+    choose(name, **options).check(q.model.heads, q.seq_len, q.sharing)
 
 
 def candidate(name: str, q: ForecastRequest, *, timed: bool = True) -> Candidate:
@@ -200,7 +195,7 @@ def candidate(name: str, q: ForecastRequest, *, timed: bool = True) -> Candidate
     ways, strategy = [], strategy_of(name).over(q.sharing)
     if q.joined > 1:
         strategy = replace(strategy, layout="balanced")
-    options = {"caches": q.attention_chunks == 1, "lse": q.model is not None and "sinks" in q.model.heads.options}
+    options = {"caches": q.attention_chunks == 1, "lse": "sinks" in q.model.heads.options}
     for mask in q.masks:  # layers that differ in their windows share one layout
         ways.append(chosen(q.setting(mask), strategy, **options))
         strategy = replace(strategy, layout=ways[0].layout)
@@ -240,7 +235,6 @@ def _named(name: str, ways: Sequence[AttentionStrategy]) -> str:
 
 
 def _tensor(q: ForecastRequest) -> Candidate:
-    assert q.model is not None
     calls = tuple((count, tensor(q.setting(mask), q.model.hidden)) for mask, count in q.masks.items())
     gathered = 2 * q.batch * q.seq_len * q.model.hidden * q.dtype.itemsize
     return Candidate(
@@ -298,7 +292,7 @@ class PredictedStep:
             steps={each: sum(self._seconds(each)) for each in self._remats},
             tokens_per_second=q.batch * q.seq_len / (seconds * q.cluster.ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
-            flags=self._flags(),
+            flags=" ".join(self._flags()),
             standing=next((call.standing for _, call in calls if call.standing), None),
             ways=self.candidate.ways,
         )
@@ -315,8 +309,6 @@ class PredictedStep:
 
     @property
     def _remats(self) -> list[Remat]:
-        if self.q.model is None:
-            return ["none"]
         keeping = not self.candidate.whole and self.q.attention_chunks == 1
         return [each for each in REMATS if keeping or each != "keep-attention"]
 
@@ -337,8 +329,6 @@ class PredictedStep:
         Gradients are scattered in fp32. With tensor parallelism, only the gradients of whole weights are summed.
         """
         m, cluster, io = self.q.model, self.q.cluster, self.q.dtype.itemsize
-        if m is None:
-            return Exchange()
         layers, root = m.layers_size, m.root_size
         size = 2 * io * root if self.candidate.whole else io * (2 * layers + root) + 4 * (layers + root)
         return gather(size, cluster.ranks, cluster.per_node, cluster.rates)
@@ -352,8 +342,6 @@ class PredictedStep:
         longer = 1.0 if seq_len is None else seq_len / q.seq_len
         tokens = q.tokens if seq_len is None else replace(q, seq_len=seq_len).tokens
         held = round(longer * c.buffers)
-        if q.model is None:
-            return {"inputs and results": tokens * token_bytes(q.shape, q.dtype), "attention": held}
         if not q.model.predicted or q.dtype.itemsize > 4:
             return {}
         return Step(
@@ -374,14 +362,10 @@ class PredictedStep:
             **{name: round(longer * value) for name, value in c.more.items()},
         ).parts()
 
-    def total(self, remat: Remat, seq_len: int | None = None) -> int | None:
-        """Return the bytes of :meth:`memory` together; None if no formula gives them."""
-        return sum(self.memory(remat, seq_len).values()) or None
-
     def _fits(self, remat: Remat, seq_len: int | None = None) -> bool:
         """Return whether the step fits; True if that is unknown."""
-        total, limit = self.total(remat, seq_len), self.q.limit
-        return total is None or limit is None or total <= limit
+        limit = self.q.limit
+        return limit is None or sum(self.memory(remat, seq_len).values()) <= limit
 
     def longest(self, remat: Remat) -> int:
         """Return the tokens of the longest sequence that fits, a multiple of :data:`GRAIN`; 0 if no length fits."""
@@ -392,12 +376,8 @@ class PredictedStep:
             least, most = (middle, most) if self._fits(remat, middle * grain) else (least, middle)
         return least * GRAIN
 
-    def _flags(self) -> str:
-        return " ".join(self._each_flag()) if self.q.model is not None else ""
-
-    def _each_flag(self) -> Iterator[str]:
+    def _flags(self) -> Iterator[str]:
         q = self.q
-        assert q.model is not None
         tokens = q.seq_len // q.joined
         yield f"--model {q.model.name} --seq-len {tokens} --max-positions {tokens}"
         yield from filter(None, [self.candidate.flags])
@@ -415,7 +395,7 @@ class PredictedStep:
 
 def step_memory(request: ForecastRequest) -> Mapping[str, int]:
     """Return the bytes by part of the step that was asked for; empty if they are not predicted."""
-    if request.model is None or not request.model.predicted or request.strategy in FOREIGN:
+    if not request.model.predicted or request.strategy in FOREIGN:
         return {}
     try:
         step = PredictedStep(request, candidate(request.strategy, request, timed=False))

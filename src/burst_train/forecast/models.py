@@ -155,11 +155,6 @@ class Model:
         """Number of parameters of the model."""
         return self.layers_size + self.root_size
 
-    @property
-    def feed_forward_products(self) -> int:
-        """Multiplications per token in a layer's feed-forward matrices."""
-        return 3 * self.hidden * self.intermediate
-
     def elementwise_bytes(self, io: int) -> int:
         """Return the bytes that element-wise operations read and write per token in a layer's forward.
 

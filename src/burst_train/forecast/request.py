@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ class Cluster:
     per_node: int
     rates: Rates
     device: Device
-    efficiency: float = MATMUL_EFFICIENCY
 
     @property
     def nodes(self) -> int:
@@ -51,9 +49,7 @@ class ForecastRequest:
     Attributes:
         strategy: as for ``burst train``; others are compared with it.
         layout: the layout that the strategy has, if it is known.
-        model: the model; None for attention only, with ``layers`` layers.
         groups: data-parallel groups of ranks; the ranks of a group share each sequence.
-        window: sliding window of all layers; it replaces the model's windows.
         borders: token positions where packed documents begin and end; None for one document.
         joined: sequences of a micro-step that became documents of the one sequence, by ``--packing balanced``; else 1.
         accumulates: whether gradients of an earlier micro-step exist.
@@ -63,17 +59,10 @@ class ForecastRequest:
 
     seq_len: int
     cluster: Cluster
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
-    layers: int = 1
-    model: Model | None = None
+    model: Model
     groups: int = 1
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
-    causal: bool = True
-    window: int | None = None
     borders: tuple[int, ...] | None = None
     joined: int = 1
     accumulates: bool = False
@@ -94,22 +83,16 @@ class ForecastRequest:
     @property
     def masks(self) -> Mapping[Mask, int]:
         """Number of layers with each mask."""
-        return {self._mask_of(reach): count for reach, count in self._reaches.items()}
-
-    @property
-    def _reaches(self) -> Mapping[Reach, int]:
-        if self.model is None or self.window is not None:
-            return {self.window: self.layers}
-        return self.model.windows_by_count
+        return {self._mask_of(reach): count for reach, count in self.model.windows_by_count.items()}
 
     def _mask_of(self, reach: Reach) -> Mask:
-        return replace(mask_of(reach, self.seq_len, self.borders), causal=self.causal)
+        return mask_of(reach, self.seq_len, self.borders)
 
     @property
     def shape(self) -> Shape:
         """The shape of an attention call."""
-        sizes = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        return shape_of(self.dtype, **sizes, v_head_dim=self.v_head_dim)
+        sizes = {name: getattr(self.model.heads, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}
+        return shape_of(self.dtype, batch=self.batch, **sizes)
 
     @property
     def tokens(self) -> int:
@@ -129,20 +112,16 @@ class ForecastRequest:
             rates=self.cluster.rates,
             remat=self.remat or "none",
             calls=chunks,
-            widest=self._mask_of(widest_of(self._reaches)),
+            widest=self._mask_of(widest_of(self.model.windows_by_count)),
         )
 
     @property
-    def attention_flops(self) -> float:
-        """FLOP of attention in a forward of all layers on all ranks: two products per unmasked pair."""
+    def flops(self) -> float:
+        """FLOP of a forward and backward on all ranks, without recomputation: two products per unmasked pair."""
         shape = self.shape
         each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
-        return each * sum(count * _pairs(mask, self.seq_len) for mask, count in self.masks.items())
-
-    @property
-    def flops(self) -> float:
-        """FLOP of a forward and backward on all ranks, without recomputation; the model's, or attention's only."""
-        return 3 * (self.attention_flops + self._products(1, 1))
+        attention = each * sum(count * _pairs(mask, self.seq_len) for mask, count in self.masks.items())
+        return 3 * (attention + self._products(1, 1))
 
     @property
     def limit(self) -> float | None:
@@ -162,22 +141,19 @@ class ForecastRequest:
         cluster, model = self.cluster, self.model
         passes = 3 + (remat != "none")
         seconds = self.tokens / self.seq_len * (self._products(passes, 4) + self._chunks(remat)) / self.matrix_rate
-        if model is None or cluster.device.bandwidth is None:
+        if cluster.device.bandwidth is None:
             return seconds
         moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.dtype.itemsize)
         return seconds + (moved + 28 * model.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def _products(self, layers: int, head: int) -> float:
-        m = self.model
-        each = 0 if m is None else layers * m.products + head * m.head_products
+        each = layers * self.model.products + head * self.model.head_products
         return 2.0 * self.batch * self.seq_len * each
 
     def _chunks(self, remat: Remat) -> float:
         m, products = self.model, 0
-        if m is None:
-            return 0.0
         if self.mlp_chunks > 1 and remat == "none":
-            products += m.feed_forward_products
+            products += 3 * m.hidden * m.intermediate
         if self.attention_chunks > 1:
             products += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
         return 2.0 * self.batch * self.seq_len * m.layers * products
@@ -185,7 +161,7 @@ class ForecastRequest:
     @property
     def copied(self) -> float:
         """Bytes of layer inputs that a rank copies away in a forward, and back in a backward."""
-        if self.model is None or self.offload == "none":
+        if self.offload == "none":
             return 0.0
         return float(self.batch * self.tokens * self.model.hidden * self.dtype.itemsize * self.model.layers)
 
@@ -202,14 +178,8 @@ class ForecastRequest:
         """Rate of a rank's matrix products in FLOP/s."""
         cluster = self.cluster
         if self.dtype.itemsize == 2 and cluster.device.peak is not None:
-            return cluster.efficiency * cluster.device.peak
+            return MATMUL_EFFICIENCY * cluster.device.peak
         return cluster.rates.speed(self.dtype.itemsize).forward
-
-
-def sizes_of(model: Model) -> dict[str, Any]:
-    """Return the fields of :class:`ForecastRequest` that a model gives."""
-    names = ("q_heads", "kv_heads", "head_dim", "v_head_dim")
-    return {"model": model, "layers": model.layers, **{name: getattr(model.heads, name) for name in names}}
 
 
 def _pairs(mask: Mask, seq_len: int) -> int:
