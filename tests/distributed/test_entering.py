@@ -12,7 +12,7 @@ import torch
 
 import burst_attention
 from burst_attention import ExchangeError, PeerError, Strategy, make_plan
-from burst_attention.attention import operator
+from burst_attention.attention import call as attention_call
 from burst_attention.comm.agreement import RECORD_BYTES
 from burst_attention.integrations.hf.attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
@@ -54,8 +54,8 @@ def model(plan):
 
 
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank
-    "burst_attention": ("burst_attention.attention.entry.check_types", attention),
-    "burst_attention as an operator": ("burst_attention.attention.calls.resolve", attention),
+    "burst_attention": ("burst_attention.attention.call.check_types", attention),
+    "burst_attention as an operator": ("burst_attention.attention.prepare.kernel_for", attention),
     "make_plan": ("burst_attention.attention.new_plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
     "next_token_loss": ("burst_attention.loss.next_token.check_arguments", loss),
@@ -175,14 +175,14 @@ def test_a_rank_keeps_its_error_if_no_peer_can_be_notified() -> None:
 @pytest.mark.parametrize("what", ["q was written to", "a saved tensor can't be had again", "no room on the way"])
 def test_a_rank_that_fails_before_its_backward_raises_alone(what, monkeypatch):
     """Ranks agree on a call once, so the others learn of it at the deadline, or when its process ends."""
-    prepare = operator.prepare_backward
+    prepare = attention_call.prepare_backward
 
     def prepared(*arguments, **options):
         if what == "no room on the way" and threading.current_thread().name == "rank 1":
             raise MemoryError("no room")
         return prepare(*arguments, **options)
 
-    monkeypatch.setattr(operator, "prepare_backward", prepared)
+    monkeypatch.setattr(attention_call, "prepare_backward", prepared)
 
     def call(plan):
         q, k, v = inputs(plan)

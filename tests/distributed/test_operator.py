@@ -14,10 +14,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
-from burst_attention.attention import calls, operator
-from burst_attention.attention.checks import split_heads
-from burst_attention.attention.operator import FORMULA_VERSION, Settled, attend, attend_backward
-from burst_attention.attention.remat import keep_attention
+from burst_attention.attention import call as attention_call
+from burst_attention.attention import prepare
+from burst_attention.attention.call import FORMULA_VERSION, Settled, attend, attend_backward, keep_attention
+from burst_attention.attention.prepare import split_heads
 from burst_attention.testing import local_world
 
 MASKS = [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 11, 11, 33])]
@@ -110,19 +110,19 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (17, "72db379764e2")
+LAST = (18, "1658948df1c0")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
     functions, texts = ("attend", "attend_backward", "_save", "_differentiate", *_PREPARED), []
-    for module in (operator, calls):
+    for module in (attention_call, prepare):
         source = Path(module.__file__).read_text("utf-8")
         named = [x for x in ast.parse(source).body if getattr(x, "name", "") in functions]
         texts += [ast.get_source_segment(source, x) for x in named]
     assert len(texts) == len(functions)
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
     assert (FORMULA_VERSION, digest) == LAST, (
-        f"one of {', '.join(functions)} in attention/operator.py or calls.py changed: add one to FORMULA_VERSION, so "
+        f"one of {', '.join(functions)} in attention/call.py or prepare.py changed: add one to FORMULA_VERSION, so "
         "that no compiled graph that torch kept on disk from before is run. Set LAST here to that version and "
         f"{digest!r}"
     )

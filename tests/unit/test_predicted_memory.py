@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention.attention.buffers import DeviceIndices, Sums
 from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
+from burst_attention.attention.sweep import DeviceIndices, Sums
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import Layout

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from burst_attention import make_plan
 from burst_attention.attention.batch import Plans, shard_tokens
-from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.call import burst_attention
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from burst_train.data.tokenizer import open_tokenizer

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
-from burst_attention.attention import checks
+from burst_attention.attention import prepare
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash, prove
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
@@ -275,7 +275,7 @@ def test_calls_give_it_a_positive_scale(name, scale, installed, monkeypatch):
         run = getattr(kernel, each)
         keep = lambda *a, run=run, **more: (given.append(a[-1]), run(*a, **more))[1]  # noqa: E731
         object.__setattr__(kernel, each, keep)
-    monkeypatch.setattr("burst_attention.attention.checks.choose", lambda *_, **__: kernel)
+    monkeypatch.setattr("burst_attention.attention.prepare.choose", lambda *_, **__: kernel)
     plan = make_plan(40, mask=Mask(window=9))
     q, k, v, dout = inputs(40, 40, 16, 16)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -621,9 +621,9 @@ def test_flash_attention_adds_in_a_fixed_order_only_if_asked(installed, asked):
 
 def test_the_kernel_of_a_call_follows_its_mask(monkeypatch):
     seen = []
-    monkeypatch.setattr(checks, "choose", lambda name, **options: seen.append(options))
+    monkeypatch.setattr(prepare, "choose", lambda name, **options: seen.append(options))
     for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=range(101))):
-        checks.kernel_for("auto", mask, device=CPU, dtype=torch.float32, head_dims=(8, 8))
+        prepare.kernel_for("auto", mask, device=CPU, dtype=torch.float32, head_dims=(8, 8))
     assert [(each["banded"], each["documents"]) for each in seen] == [(False, 1), (True, 1), (False, 100)]
 
 

@@ -1,6 +1,6 @@
 """Exact attention over shards: the public call, its torch operator, plans, and the sweep that computes it (GAO)."""
 
-from .entry import burst_attention
+from .call import burst_attention
 from .new_plan import make_plan
 from .plan import Plan
 

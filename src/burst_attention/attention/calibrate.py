@@ -24,7 +24,7 @@ from ..plan.tile import Tile
 from ..planner.planner import traffic_model_of
 from ..planner.rates import Rates, Speed
 from ..planner.timing import simulations
-from .entry import burst_attention
+from .call import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .new_plan import make_plan, single_rank_plan
 from .plan import Plan

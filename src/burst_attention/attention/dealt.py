@@ -22,7 +22,7 @@ from ..kernels.contract import Kernel
 from ..kernels.merge import blank_output, merge_
 from ..kernels.precision import accumulation_dtype
 from ..plan.tile import Tiles
-from .calls import with_sinks
+from .prepare import with_sinks
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,21 +22,23 @@ from torch.nn.functional import linear
 from ..kernels.precision import accumulation_dtype
 from ..plan.program import Program
 from ..plan.rows import Side
-from .calls import (
+from .derivatives import differentiable_once
+from .passes import Pass, Tensors
+from .plan import Plan
+from .prepare import (
     Settled,
+    check_types,
     lost_rows,
     prepare_backward,
     prepare_forward,
     rounded_gradients,
     row_delta,
+    shared_fields,
     sink_gradient,
+    split_heads,
     with_lost_rows,
     with_sinks,
 )
-from .checks import check_types, shared_fields, split_heads
-from .derivatives import differentiable_once
-from .passes import Pass, Tensors
-from .plan import Plan
 from .sweep import sweeps
 
 Stretches = tuple[tuple[int, int], ...]  # (first row, row behind the last) of a weight; empty: all rows

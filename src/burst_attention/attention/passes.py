@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,62 +22,6 @@ from ..plan.tile import Tiles
 
 Tensors = tuple[Tensor, ...]  # dim 2 of each holds a shard's rows: [B, H, rows, ...] or [B, H, rows]
 Running = Callable[[], Tensors | None]
-
-
-class Pass(Protocol):
-    """The differences between a forward and a backward."""
-
-    @property
-    def direction(self) -> Direction:
-        """Return whether this is a forward or a backward."""
-        ...
-
-    @property
-    def own(self) -> Mapping[Side, Tensors]:
-        """Return the tensors of each side that this rank holds and that circulate."""
-        ...
-
-    @property
-    def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
-        """Return the buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
-        ...
-
-    @property
-    def own_results(self) -> Tensors:
-        """Return the buffers that cache the results of the whole sequence for one head group; () to cache none."""
-        ...
-
-    def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
-        """Return the indices of the side's tensors that belong to the payload."""
-        ...
-
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Compute one pair; return the partial results by side, for the sides that get any.
-
-        ``running()`` returns the query side's total so far: this pair's rows, in the accumulation dtype, or None if
-        there is no total yet. Results that a kernel adds to that total in place are not returned.
-        """
-        ...
-
-    def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        """Allocate partial results of some rows, for one part of the heads."""
-        ...
-
-    def blank(self, side: Side, rows: int) -> Tensors:
-        """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
-        ...
-
-    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        """Fold ``part`` into ``total`` in place."""
-        ...
-
-    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that partial results are rounded to before they are sent."""
-        ...
-
-    def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the final results."""
-        ...
 
 
 def part_of(tensors: Tensors, parts: int, part: int) -> Tensors:
@@ -121,21 +65,29 @@ class Forward:
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
+        """The tensors of each side that this rank holds and that circulate."""
         return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
+        """The buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
         return {} if self.keeping is None else {Side.QUERY: self.keeping[:1], Side.KEY: self.keeping[1:3]}
 
     @property
     def own_results(self) -> Tensors:
+        """The buffers that cache the results of the whole sequence for one head group; () to cache none."""
         return (self.keeping or ())[3:]
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
+        """Return the indices of the side's tensors that belong to the payload."""
         return (0,) if side is Side.QUERY else (0, 1)
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Run the kernel's forward, or extend the running result in place and return nothing."""
+        """Compute one pair; return the partial results by side, for the sides that get any.
+
+        ``running()`` returns the query side's total so far: this pair's rows, in the accumulation dtype, or None if
+        there is no total yet. A kernel that extends that total in place returns nothing.
+        """
         (q,), (k, v) = query, key
         if isinstance(self.kernel, Continuing) and (total := running()):
             self.kernel.extend(q, k, v, tiles, self.scale, *total)
@@ -143,33 +95,33 @@ class Forward:
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        """Allocate (out, lse)."""
+        """Allocate partial results of some rows, for one part of the heads: here (out, lse)."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         shape = (*q.shape[:2], rows)
         return q.new_empty(*shape, self.v.shape[3], dtype=dtypes[0]), q.new_empty(shape, dtype=dtypes[1])
 
     def blank(self, side: Side, rows: int) -> Tensors:
-        """Return the (out, lse) of rows that see nothing."""
+        """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         return blank_output(q, self.v, rows, accumulation_dtype(q.dtype))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        """Merge a partial (out, lse) into ``total``."""
+        """Fold ``part`` into ``total`` in place."""
         merge_(*total, *part)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """Return the wire dtypes of (out, lse)."""
+        """Return the dtypes that partial results are rounded to before they are sent."""
         wide = accumulation_dtype(self.q.dtype)
         return (wide if exact else wire_dtype(self.q.dtype)), wide
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the final (out, lse)."""
+        """Return the dtypes of the final results."""
         return self.q.dtype, accumulation_dtype(self.q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """The backward pass: (dq) and (dk, dv).
+    """The backward pass: (dq) and (dk, dv). Its methods are those of :class:`Forward`.
 
     Attributes:
         dout: [B, Hq, Sq, Dv].
@@ -225,7 +177,6 @@ class Backward:
         }[payload]
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Run the kernel's backward."""
         (dout, q, *results), (k, v) = query, key
         out, lse, delta = (*results, None) if self.stats is None else (None, *results[0].unbind(-1))
         assert lse is not None
@@ -234,25 +185,23 @@ class Backward:
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        """Allocate (dq) or (dk, dv)."""
         like = part_of((self.q,) if side is Side.QUERY else (self.k, self.v), self.groups.count(side), 0)
         made = zip(like, dtypes, strict=True)
         return tuple(x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype) for x, dtype in made)
 
     def blank(self, side: Side, rows: int) -> Tensors:
-        """Return zeros for (dq) or (dk, dv) in the accumulation dtype."""
         return tuple(x.zero_() for x in self.empty(side, rows, self.wire_dtypes(side, exact=True)))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        """Add partial gradients to ``total``."""
         for a, b in zip(total, part, strict=True):
             add_(a, b)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """Return the wire dtypes of (dq) or (dk, dv)."""
         dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)
         return (dtype,) if side is Side.QUERY else (dtype, dtype)
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the final (dq) or (dk, dv)."""
         return (self.q.dtype,) if side is Side.QUERY else (self.q.dtype, self.q.dtype)
+
+
+Pass = Forward | Backward

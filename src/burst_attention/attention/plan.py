@@ -27,8 +27,8 @@ from ..planner.choice import Candidate
 from ..planner.explain import explain
 from ..planner.planner import Planner
 from . import unshard as resharding
-from .buffers import DeviceIndices
 from .hardware import checked_shape
+from .sweep import DeviceIndices
 from .usage import Usage
 
 # torch operators take numbers, not plans. This registry holds plans weakly: each belongs to its caller.
@@ -71,6 +71,7 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
+    chosen: dict[Shape, tuple[int, int]]  # results of split
     settled: dict[tuple[Shape, Groups], Candidate]  # results of settle
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
@@ -89,7 +90,7 @@ class Plan:
         length, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
         handle = next(_HANDLES)
         vars(self).update(indices=indices or DeviceIndices(), length=length, key_length=keys, handle=handle)
-        vars(self).update(handle_text=str(handle), splits={}, settled={})
+        vars(self).update(handle_text=str(handle), splits={}, chosen={}, settled={})
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -256,8 +257,10 @@ class Plan:
         Raises:
             ValueError: these heads can't be split as the strategy asks.
         """
-        groups = self.planner.choose_groups(self.schedule, shape)
-        return groups.query, self.schedule.slice_length(groups) if groups.keep else 0
+        if shape not in self.chosen:
+            groups = self.planner.choose_groups(self.schedule, shape)
+            self.chosen[shape] = groups.query, self.schedule.slice_length(groups) if groups.keep else 0
+        return self.chosen[shape]
 
     def settle(self, shape: Shape, groups: Groups) -> Candidate:
         """Return a call's chunks and what circulates, for a split of heads; decided once for each shape."""

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..attention.checks import DtypeName
+from ..attention.prepare import DtypeName
 from ..kernels import KERNELS
 from ..launch import local as launch
 from ..plan.assignment import CIRCULATIONS

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.buffers import DeviceIndices
-from ..attention.entry import burst_attention
+from ..attention.call import burst_attention
 from ..attention.new_plan import make_plan
 from ..attention.plan import Plan
+from ..attention.sweep import DeviceIndices
 from ..comm.link import connect, resolve_group
 from ..plan.mask import Mask
 from ..plan.schedule import Schedule

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..attention.checks import is_dtensor
 from ..attention.plan import Plan
+from ..attention.prepare import is_dtensor
 from ..comm.scalars import real
 from .head import Head
 

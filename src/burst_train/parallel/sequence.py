@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
-from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.call import burst_attention
 from burst_attention.attention.hardware import CallShape, Hardware, RatesGiven
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan

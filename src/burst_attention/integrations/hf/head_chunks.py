@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from burst_attention.attention.batch import Plans
-from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.call import burst_attention
 from burst_attention.attention.head_chunks import HeadCall, Projection, Stretches, attend_by_heads
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.sweep import sweeps
