@@ -32,7 +32,7 @@ from burst_attention.cli.flags import (
 )
 from burst_attention.cli.numbers import whole_number
 from burst_attention.plan.layout import BALANCED
-from burst_attention.plan.strategy import NAMED, strategy_of, text_of
+from burst_attention.plan.strategy import strategy_of
 
 from .memory import MemoryConfig
 from .parallel import FOREIGN, TENSOR, choose
@@ -48,11 +48,6 @@ OnNan = Literal["stop", "skip"]
 ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
-
-# Settings of 0.3 that ``strategy`` replaces, with their defaults.
-REPLACED: Mapping[str, Any] = {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None}
-RENAMED = {"heads": "ulysses_degree"}  # of 0.2
-ENGINES = {"burst": "auto", "ring": "zigzag-ring"}  # engines of 0.3 that have another name as strategies
 
 
 @dataclass(frozen=True)
@@ -364,14 +359,10 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     from .checked import sentence
 
     settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
-    replaced: dict[str, Any] = {}
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
         for name, given in value.items() if section else [(key, value)]:
-            name = RENAMED.get(name := name.replace("-", "_"), name)
-            if name in REPLACED and section in (None, "parallel"):
-                replaced[name] = given
-                continue
+            name = name.replace("-", "_")
             if name not in known or section not in (None, known[name]):
                 close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
@@ -384,30 +375,7 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
                 settings[name] = adapter.validate_python(given, strict=type(given) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
-    if not replaced:
-        return settings
-    if "strategy" in settings:
-        raise ValueError(
-            f"{where}: {next(iter(replaced))} is part of strategy, which is given too; leave one of them out"
-        )
-    try:
-        return settings | {"strategy": _strategy_of_engine(replaced)}
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _strategy_of_engine(replaced: Mapping[str, Any]) -> str:
-    """Return the strategy that settings of 0.3 name: an engine, and what it leaves open."""
-    asked = {**REPLACED, **replaced}
-    engine, degree = asked["engine"], asked["ulysses_degree"]
-    if engine not in (*ENGINES, "ulysses", "usp", *FOREIGN):
-        raise ValueError(f"engine={engine!r} is unknown; give strategy= in its place")
-    if isinstance(degree, bool) or degree == 0:
-        raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1")
-    name = ENGINES.get(engine, engine)
-    strategy = {"layout": asked["layout"], "route": asked["route"], "ulysses_degree": degree or "auto"}
-    given = {field: value for field, value in strategy.items() if value != "auto"}
-    return name if name in FOREIGN or not given else text_of(replace(NAMED[name], **given))
+    return settings
 
 
 def with_settings(settings: Mapping[str, Any]) -> TrainConfig:

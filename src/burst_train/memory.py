@@ -18,8 +18,6 @@ DISK = "disk:"
 
 def where(value: str) -> str:
     """Require a place for saved layer inputs: none, host, or disk:DIR."""
-    if value == "activations":
-        return "'activations' was renamed; use host"
     if value in ("none", "host") or (value.startswith(DISK) and value != DISK):
         return text(value)
     return f"{value!r} must be none, host or disk:DIR, as in disk:/scratch"

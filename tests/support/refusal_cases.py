@@ -443,7 +443,6 @@ COMMANDS: Cases = [
         "exit status 2: --remat keep-attention is not for --strategy tensor; use --remat layer",
     ),
     ("burst train --offload host", "exit status 2: --offload host moves the layer inputs that --remat layer or"),
-    ("burst train --offload activations --remat layer", "exit status 2: --offload 'activations' was renamed; use"),
     ("burst train --attention-chunks 2 --strategy tensor", "exit status 2: --attention-chunks 2 is not for --strategy"),
     ("burst train --attention-chunks 2 --remat keep-attention", "exit status 2: --attention-chunks 2 can't keep the"),
     ("burst train --optimizer-offload --device cpu", "exit status 2: --optimizer-offload is for GPUs; with --device"),

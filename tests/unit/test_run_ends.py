@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from burst_attention import Strategy
 from burst_attention.cli.flags import flag
-from burst_train.checkpoint.snapshot import check_same_run, settings_of, settings_to_go_on
+from burst_train.checkpoint.snapshot import check_same_run, settings_of
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
-from burst_train.config import ParallelConfig, TrainConfig, checked_settings, flag_names
-from burst_train.parallel import choose
+from burst_train.config import ParallelConfig, TrainConfig, flag_names
 from burst_train.run.folder import name_of
 from burst_train.run.metrics import Summary
 
@@ -111,52 +109,6 @@ def test_a_setting_that_must_last_is_refused_by_name(whole, name):
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_a_setting_that_may_change_is_not_refused(whole, name):
     check_same_run(with_setting(whole, name, MAY_CHANGE[name]), settings_of(whole))
-
-
-@pytest.mark.parametrize(
-    ("saved", "strategy"),
-    [
-        ({}, "auto"),
-        ({"engine": "ring"}, "zigzag-ring"),
-        ({"engine": "ring", "layout": "contiguous"}, "ring"),
-        ({"engine": "usp", "ulysses_degree": 2}, "usp:2"),
-        ({"engine": "tensor", "layout": "contiguous"}, "tensor"),
-        ({"layout": "striped", "route": "ring", "ulysses_degree": 1}, "layout=striped,route=ring,ulysses_degree=1"),
-    ],
-)
-def test_a_checkpoint_of_0_3_names_its_strategy_by_four_settings(saved, strategy):
-    whole = TrainConfig()
-    state = settings_of(whole)
-    del state["parallel"]["strategy"], state["optim"]["decay_steps"]
-    state["parallel"] |= {"engine": "burst", "layout": "auto", "route": "auto", "ulysses_degree": None} | saved
-    check_same_run(whole, state)
-    assert strategy_of_text(settings_to_go_on(state)["strategy"]) == strategy_of_text(strategy)
-    with pytest.raises(ValueError, match="--decay-steps"):
-        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), state)
-
-
-@pytest.mark.parametrize(
-    ("content", "reported"),
-    [
-        ({"strategy": "ring", "layout": "zigzag"}, "layout is part of strategy, which is given too"),
-        ({"engine": "nonsense", "layout": "zigzag"}, "engine='nonsense' is unknown"),
-        ({"engine": ["burst"]}, r"engine=\['burst'\] is unknown"),
-        ({"ulysses_degree": 0}, "ulysses_degree=0 must be"),
-        ({"layout": "zigzagg"}, "a file: layout='zigzagg' is unknown"),
-        ({"run": {"layout": "zigzag"}}, "unknown setting 'layout' in"),
-    ],
-)
-def test_wrong_settings_of_0_3_are_refused(content, reported):
-    with pytest.raises(ValueError, match=reported):
-        checked_settings(content, "a file")
-
-
-def test_the_ulysses_degree_of_0_2_is_read():
-    assert choose(checked_settings({"heads": 2}, "a file")["strategy"]).strategy == Strategy(ulysses_degree=2)
-
-
-def strategy_of_text(name):
-    return choose(name).strategy if "tensor" not in name else name
 
 
 def shown(summary, config):

@@ -45,35 +45,19 @@ class Run(Protocol):
     ``step`` is the last finished step. ``held_out`` is the held-out loss after it, if measured.
     """
 
+    config: TrainConfig
+    context: RankContext
+    model: nn.Module
+    model_config: PreTrainedConfig
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    reader: SequenceReader
+    plan: Plan
     sequences: TrainingStream | ReadAhead
     step: int
     first_loss: float
     last_loss: float
     held_out: float | None
-
-    @property
-    def config(self) -> TrainConfig: ...
-
-    @property
-    def context(self) -> RankContext: ...
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def model_config(self) -> PreTrainedConfig: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def schedule(self) -> LRScheduler: ...
-
-    @property
-    def reader(self) -> SequenceReader: ...
-
-    @property
-    def plan(self) -> Plan: ...
 
     def plan_by(self, rates: Rates) -> None: ...
 
@@ -158,26 +142,14 @@ def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return asdict(replace(config, optim=optim))
 
 
-def _saved_settings(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings in a checkpoint by name."""
-    settings = checked_settings(saved, STATE)
-    if settings.get("offload") == "activations":  # the name of host until 0.3
-        settings["offload"] = "host"
-    if "steps" in settings:  # in 0.2 the schedule was as long as the run
-        settings.setdefault("decay_steps", settings["steps"])
-    settings.setdefault("optimizer", "adamw")  # the only one until 0.3
-    settings.setdefault("schedule", "cosine")  # the only one until 0.3
-    return settings
-
-
 def settings_to_go_on(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings that a resumed run takes over, by name, from those that a checkpoint has by section."""
-    return {name: value for name, value in _saved_settings(saved).items() if name not in PASSING}
+    return {name: value for name, value in checked_settings(saved, STATE).items() if name not in PASSING}
 
 
 def check_same_run(config: TrainConfig, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError naming the first setting that differs from the checkpoint's but must not."""
-    ours, theirs = checked_settings(settings_of(config), "the run"), _saved_settings(saved)
+    ours, theirs = checked_settings(settings_of(config), "the run"), checked_settings(saved, STATE)
     for name in LASTING:
         if ours.get(name) != theirs.get(name):
             raise ValueError(_difference(config, name, ours.get(name), theirs.get(name)))

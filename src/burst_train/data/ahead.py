@@ -6,18 +6,9 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from .cursor import Cursor
-from .sequences import TokenSequence
-
-
-class Stream(Protocol):
-    """The methods used of :class:`burst_train.data.sequences.TrainingStream`."""
-
-    def __next__(self) -> TokenSequence: ...
-
-    def place(self) -> Callable[[], Cursor]: ...
+from .sequences import TokenSequence, TrainingStream
 
 
 class ReadAhead:
@@ -28,7 +19,7 @@ class ReadAhead:
         most: maximum number of sequences waiting to be taken.
     """
 
-    def __init__(self, stream: Stream, most: int) -> None:
+    def __init__(self, stream: TrainingStream, most: int) -> None:
         self._stream, self._most = stream, most
         self._place: Callable[[], Cursor] | None = None
         self._ready: deque[tuple[TokenSequence, Callable[[], Cursor]]] = deque()

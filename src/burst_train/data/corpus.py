@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,22 +34,7 @@ class Document:
     text: str
 
 
-class Corpus(Protocol):
-    """Documents that can be read repeatedly, in the same order each time."""
-
-    skipped: int
-    """Number of files skipped because they are not UTF-8 text, counted while reading."""
-
-    def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        """Yield every non-empty document, in source order or shuffled roughly by ``order``.
-
-        Raises:
-            ValueError: the content does not match the file's type; names the file and the line.
-        """
-        ...
-
-
-def open_corpus(data: str) -> Corpus:
+def open_corpus(data: str) -> Files | Hub:
     """Open the corpus that ``--data`` names.
 
     Args:
@@ -124,7 +109,7 @@ class Files:
     Args:
         root: folder that document names are relative to.
         files: the files, in source order.
-        strict: whether a file that is not UTF-8 text is an error; otherwise it is skipped and counted.
+        strict: whether a file that is not UTF-8 text is an error; otherwise it is skipped and counted in ``skipped``.
     """
 
     def __init__(self, root: Path, files: list[Path], strict: bool = True) -> None:
@@ -133,7 +118,11 @@ class Files:
         self.root, self.files, self.strict, self.skipped = root, files, strict, 0
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        """Yield the files' documents, in random file order with ``order``; raise ValueError if there is no text."""
+        """Yield the files' documents, the same each time, in random file order with ``order``.
+
+        Raises:
+            ValueError: there is no text, or a file's content does not match its type; names the file and the line.
+        """
         self.skipped, empty = 0, True
         chosen = range(len(self.files)) if order is None else order.permutation(len(self.files))
         for index in chosen:
@@ -254,3 +243,6 @@ class Hub:
         except Exception as error:
             message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second line lists configurations
             raise ValueError(f"--data {HUB}{self.name}: {message}") from error
+
+
+Corpus = Files | Hub

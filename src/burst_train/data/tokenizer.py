@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,33 +14,11 @@ BYTES = "bytes"
 OPENS, CLOSES = 256, 257
 
 
-class Tokenizer(Protocol):
-    """Encodes a document; ids are below ``vocab_size``."""
-
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the document's ids, int32 [n], between ``bos_id`` and ``eos_id`` where they exist.
-
-        The name of a special token in the text is encoded as text, never as that token.
-
-        Raises:
-            ValueError: the text has a lone surrogate, which UTF-8 can't encode.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Save files for ``transformers.AutoTokenizer.from_pretrained(folder)``, whatever model is in ``folder``.
-
-        The loaded tokenizer gives the same ids. It adds no end token, so that a text can be a prompt.
-        """
-        ...
-
-
 class ByteTokenizer:
-    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 starts a document and 257 ends it."""
+    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 starts a document and 257 ends it.
+
+    The name of a special token in a text is encoded as text, never as that token; so it is in :class:`HubTokenizer`.
+    """
 
     def __init__(self) -> None:
         self.vocab_size: int = 258
@@ -48,13 +26,13 @@ class ByteTokenizer:
         self.eos_id: int | None = CLOSES
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the text's UTF-8 bytes as int32 ids, with the special tokens."""
+        """Return the text's UTF-8 bytes as int32 ids, with the special tokens; ValueError for a lone surrogate."""
         tokens = np.empty(len(data := as_utf8(text)) + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = OPENS, np.frombuffer(data, np.uint8), CLOSES
         return tokens
 
     def save(self, folder: Path) -> None:
-        """Save the same ids as a byte-level BPE without merges, which transformers can load.
+        """Save the same ids for ``transformers.AutoTokenizer``, as a byte-level BPE without merges.
 
         The loaded tokenizer adds the start token, as in training, but no end token.
         """
@@ -102,6 +80,7 @@ class HubTokenizer:
         _save(self.inner, folder)
 
 
+Tokenizer = ByteTokenizer | HubTokenizer
 CONFIG, MODULE = "tokenizer_config.json", "as_saved.py"
 AUTO_MAP = {"AutoTokenizer": [None, "as_saved.AsSaved"]}
 AS_SAVED = '''"""The tokenizer in tokenizer.json, unchanged for every model architecture."""

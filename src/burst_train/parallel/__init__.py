@@ -8,7 +8,7 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import NAMED, strategy_of
 from burst_attention.planner.planner import Remat
 
-from .contract import Attend, Heads, Parallelism
+from .contract import Attend, Heads
 from .sequence import SequenceParallelism
 from .tensor import TensorParallelism
 from .whole import whole_attention
@@ -16,6 +16,9 @@ from .whole import whole_attention
 SINGLE, TENSOR = "single", ("tensor", "tensor-sequence")
 FOREIGN = (SINGLE, *TENSOR)  # those whose attention is not :func:`burst_attention`
 STRATEGIES = (*NAMED, *FOREIGN)
+Parallelism = (
+    SequenceParallelism | TensorParallelism
+)  # the same loss and gradients; they differ in sharding and messages
 
 __all__ = [
     "FOREIGN",

@@ -1,19 +1,15 @@
-"""The interface of all strategies: they give the same loss and gradients; they differ in sharding and messages."""
+"""What all strategies share: the sizes of a model, and the attention call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from burst_attention.attention.batch import Reach
-from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan
-from burst_attention.loss import Head
 from burst_attention.plan.groups import Groups
 
 PlansByWindow = Mapping[Reach, Plan]
@@ -85,86 +81,3 @@ class Heads:
 def _options_of(config: Any) -> tuple[str, ...]:
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return ("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS)
-
-
-class Parallelism(Protocol):
-    """A way to distribute a causal language model and its sequence over the ranks of a group."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def posts(self) -> bool:
-        """Whether activations use the plan's transport, which counts their bytes; otherwise they use collectives."""
-        ...
-
-    def check(self, heads: Heads, seq_len: int, world: int) -> None:
-        """Check that ``world`` ranks can share this model and ``seq_len`` tokens.
-
-        Raises:
-            ValueError: they can't; the message names the strategy and the reason.
-        """
-        ...
-
-    def plan(
-        self,
-        seqlen: int,
-        *,
-        group: Any,
-        timeout: float | None = None,
-        heads: Heads | None = None,
-        dtype: torch.dtype | None = None,
-        rates: RatesGiven = None,
-    ) -> Plan:
-        """Make the plan: which tokens this rank embeds and computes the loss of.
-
-        Every rank of the group must call it.
-
-        Args:
-            heads, dtype: sizes and dtype of the model, used to choose a layout left to ``auto``.
-            rates: rates of the machine, as for :func:`burst_attention.make_plan`.
-        """
-        ...
-
-    def spread(
-        self,
-        wrapper: nn.Module,
-        *,
-        mesh: DeviceMesh,
-        everyone: DeviceMesh,
-        dtype: torch.dtype,
-        offload: bool = False,
-    ) -> None:
-        """Distribute the parameters of ``wrapper.model``, a causal language model of transformers, in place.
-
-        Gradients are then *sums* over ranks.
-
-        Args:
-            mesh: (data, context) over all ranks.
-            everyone: the same ranks as one axis.
-            dtype: dtype of the computation; weights keep their dtype.
-            offload: whether weights and gradients stay in host memory when the GPU does not use them.
-        """
-        ...
-
-    def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
-        """Cut this rank's input of :meth:`hidden`, and ``shift_labels``, from a global batch.
-
-        The batch has ``input_ids`` and ``labels`` [B, S], equal on all ranks of a group: callers have compared them.
-        """
-        ...
-
-    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
-        """Return hidden states after the last norm [B, S_local, E] for this rank's tokens in the plan."""
-        ...
-
-    def head(self, head: Head) -> Head:
-        """Return the model's head for the loss, with whole weight and bias; their gradients are summed over ranks."""
-        ...
-
-    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the bytes of activations that this rank sends in (forward, backward); one plan per layer.
-
-        Collectives count as the ring algorithm sends them.
-        """
-        ...

@@ -53,7 +53,7 @@ class SequenceParallelism:
         return self.attend is whole_attention
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
-        """Raise ValueError if the ranks can't share the heads or the sequence."""
+        """Raise ValueError if ``world`` ranks can't share the heads or the sequence; it names the strategy and why."""
         if self.alone and world > 1:
             raise ValueError(
                 f"--strategy {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
@@ -90,7 +90,12 @@ class SequenceParallelism:
         dtype: torch.dtype | None = None,
         rates: RatesGiven = None,
     ) -> Plan:
-        """Make the plan of one sequence over ``group``."""
+        """Make the plan: which tokens this rank embeds and computes the loss of. Every rank of the group must call it.
+
+        Args:
+            heads, dtype: sizes and dtype of the model, used to choose what the strategy leaves open.
+            rates: rates of the machine, as for :func:`burst_attention.make_plan`.
+        """
         sizes = {}
         if heads is not None and heads.q_heads:
             heads = heads.of_chunk(self.attention_chunks)
@@ -113,17 +118,27 @@ class SequenceParallelism:
         dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
-        """Shard or replicate the parameters over the mesh."""
+        """Distribute the parameters of ``wrapper.model`` in place. Gradients are then *sums* over ranks.
+
+        Args:
+            mesh: (data, context) over all ranks.
+            everyone: the same ranks as one axis.
+            dtype: dtype of the computation; weights keep their dtype.
+            offload: whether weights and gradients stay in host memory when the GPU does not use them.
+        """
         shard_parameters(wrapper, everyone, dtype, offload=offload)
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
-        """Return this rank's part of a batch."""
+        """Return this rank's input of :meth:`hidden` and ``shift_labels``.
+
+        The batch has ``input_ids`` and ``labels`` [B, S], equal on all ranks of a group: callers have compared them.
+        """
         plan = Plans.of(plans).one
         check_tokens(plan)
         return shard_tokens(batch["input_ids"], plan.shift_labels(batch["labels"]), plan)
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
-        """Return the last hidden states of this rank's tokens."""
+        """Return hidden states after the last norm [B, S_local, E] for this rank's tokens in the plan."""
         from .body import hidden_states  # imports transformers
 
         return hidden_states(model, shard, plans, self.attend)

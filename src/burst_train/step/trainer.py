@@ -21,6 +21,7 @@ from burst_attention.launch.join import RankContext
 from burst_attention.planner.rates import Rates
 
 from ..checkpoint.saving import resume
+from ..checkpoint.snapshot import Run
 from ..config import TrainConfig
 from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
@@ -38,7 +39,7 @@ from .optim import clip_by_global_norm, make_optimizer, make_schedule
 READ_AHEAD = 2  # steps
 
 
-class Trainer:
+class Trainer(Run):
     """One rank of a training run."""
 
     def __init__(self, config: TrainConfig, context: RankContext) -> None:
