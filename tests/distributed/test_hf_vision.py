@@ -117,7 +117,7 @@ def refused(what):
         batch["pixels"] = torch.ones(1)
     elif what == "pixel_values":  # one rank has other images
         batch["pixel_values"][0] += dist.get_rank()
-    elif what.startswith("dropout"):
+    elif what.endswith("random values"):
         model.model.visual.blocks[0].add_module("more", torch.nn.Dropout(0.1))
         return refusal(hf.parallelize, model, timeout=60)
     hf.parallelize(model, timeout=60)
@@ -134,7 +134,7 @@ def refused(what):
         "padding in front of the tokens",
         "pixels=Tensor [1] is refused",
         "extra=Tensor [1] of the language model: how to cut it is unknown",
-        "dropout outside of the language model",
+        "more (Dropout) has p=0.1, so it draws random values",
         "pixel_values",
     ],
 )

@@ -18,7 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from burst_attention import ExchangeError, Mask, Strategy, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import mixers, parts
+from burst_attention.integrations.hf import converted, known, parts
 from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import Past, RunExchange, _Scan
@@ -128,7 +128,7 @@ def test_processes(pools, family, how):
 def in_bf16(group, layer, x, dy):
     plan = make_plan(x.shape[1], group=group, strategy=Strategy(layout="zigzag"))
     layer, x = copy.deepcopy(layer), plan.shard(x, 1).requires_grad_()
-    out = mixers.over_runs(layer, RunExchange(plan))(x)
+    out = converted.over_runs(layer, RunExchange(plan))(x)
     out.backward(plan.shard(dy, 1))
     return plan.positions, out.detach(), x.grad
 
@@ -166,7 +166,7 @@ def in_pieces(group, layer, x, cuts, layout):
             plan = plan.following(
                 stop - start, first=start, mask=Mask(), held=[[range(start)], *[[]] * (plan.world - 1)]
             )
-        out = mixers.over_runs(layer, RunExchange(plan, past=past))(plan.shard(x[:, start:stop], 1))
+        out = converted.over_runs(layer, RunExchange(plan, past=past))(plan.shard(x[:, start:stop], 1))
         out = out[0] if isinstance(out, tuple) else out
         found.append((plan.positions, out))
     positions, outs = zip(*found, strict=True)
@@ -180,7 +180,7 @@ def in_pieces(group, layer, x, cuts, layout):
 def test_pieces_continue_the_state(family, world, layout):
     """Some pieces have runs shorter than the convolution. What is kept is what transformers' own cache keeps."""
     model, cuts = make_hybrid(family), (0, 5, 37, 42, 61)
-    layer = next(mixer for _, mixer in mixers.mixers_of(model))
+    layer = next(mixer for _, mixer in known.mixers_of(model))
     x = torch.randn(2, cuts[-1], 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     cache = DynamicCache(config=model.config)
     names = {"cache_params", "past_key_values"} & inspect.signature(layer.forward).parameters.keys()

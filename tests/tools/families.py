@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import burst_attention, make_plan
 from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import mixers, own_attention, positions, recurrent
+from burst_attention.integrations.hf import converted, known
 from burst_attention.integrations.hf import models as model_checks
 from burst_attention.integrations.hf.parts import attention_configs, check_structure
 from burst_attention.integrations.hf.stub_forward import body_of, run_body
@@ -182,10 +182,10 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
         model_checks.check_layers(body.config)  # as hf.parallelize does
         check_structure(body)
         model_checks.is_causal(body)
-        recurrent.convert(body)
+        converted.convert(body)
         plan = Plans(plan, positions=shard["position_ids"])  # as a parallelized model's plans
         full.usage.note(shard["position_ids"])
-        with recurrent.running(body, Plans.of(plan)):
+        with converted.running(body, Plans.of(plan)):
             hidden = hidden_of(
                 models[full.rank],
                 shard["input_ids"],
@@ -343,7 +343,7 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
     """The same random weights under every attention; larger than at a first step, so that every part shows."""
     config = copy.deepcopy(config)
     parts = built(model_type)[1]
-    own = any(map(own_attention.is_known, parts.modules()))  # their classes read the implementation when they are built
+    own = any(map(known.scores_itself, parts.modules()))  # their classes read the implementation when they are built
     config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64
     torch.manual_seed(0)
@@ -363,7 +363,7 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
 
 def mixers_of(model: Any) -> set[str]:
     """The mechanisms of its layers, other than attention, that pass a state from token to token."""
-    return {str(mixers.mechanism(mixer)) for _, mixer in mixers.mixers_of(model)}
+    return {str(known.mechanism(mixer)) for _, mixer in known.mixers_of(model)}
 
 
 def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
@@ -371,9 +371,9 @@ def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
     found = mixers_of(model)
     if config.model_type in ENCODERS:
         found.add("encoder")
-    if any(map(own_attention.is_known, model.modules())):
+    if any(map(known.scores_itself, model.modules())):
         found.add("scores")
-    if any(map(positions.is_counted, model.modules())):
+    if any(map(known.is_counted, model.modules())):
         found.add("positions")
     text = config.get_text_config(decoder=True)
     if model_checks.CHUNKED in (getattr(text, "layer_types", None) or ()):

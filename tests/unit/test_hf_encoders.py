@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPTJConfig, GPTJForCausalL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import models, own_attention, recurrent
+from burst_attention.integrations.hf import converted, models, own_attention
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
 
@@ -85,7 +85,7 @@ def test_pooler_gives_nothing_on_shards():
     model = copy.deepcopy(tiny.made("bert", "ForSequenceClassification"))
     hf.parallelize(model)
     batch = tiny.make_batch("ForSequenceClassification", "whole")
-    with recurrent.running(model.bert, make_plan(tiny.LENGTH)):
+    with converted.running(model.bert, make_plan(tiny.LENGTH)):
         assert model.bert.pooler(torch.zeros(2, 3, 64, dtype=torch.float64)) is None
     logits = model(**batch).logits
     hf.unparallelize(model)
@@ -145,7 +145,7 @@ def test_parts_that_are_not_converted_are_refused():
     for model_type in ("bart", "gptj"):
         model = tiny.made(model_type, "ForCausalLM")
         with pytest.raises(ValueError, match=r"call hf\.parallelize\(model\)"):
-            recurrent.check_converted(model)
+            converted.check_converted(model)
 
 
 def test_encoder_is_not_causal_and_mixtures_are_refused():

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from burst_attention.attention.batch import Reach
-from burst_attention.integrations.hf.mixers import mechanism, mixers_of
+from burst_attention.integrations.hf.known import mechanism, mixers_of
 
 from ..parallel import Heads
 from ..parallel.body import attention_reaches, build_empty, decoder_layers

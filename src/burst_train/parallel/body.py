@@ -12,8 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans, Reach
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import own_attention, parts, recurrent, vision
-from burst_attention.integrations.hf.attention import KEEP_POSITIONS
+from burst_attention.integrations.hf import converted, known, parts, vision
 from burst_attention.integrations.hf.stub_forward import body_of
 
 from .contract import Attend, PlansByWindow
@@ -43,7 +42,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
             f"{type(model).__name__} has {len(found)} lists of decoder layers, and its layers are sharded one by one; "
             "train it by hf.parallelize and a trainer"
         )
-    own = next((part for part in found[0].modules() if own_attention.is_known(part)), None)
+    own = next((part for part in found[0].modules() if known.scores_itself(part)), None)
     if own is not None:
         raise ValueError(
             f"{type(model).__name__} computes its attention itself ({type(own).__name__}), and burst train can't "
@@ -84,10 +83,10 @@ def hidden_states(model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow,
     """Return the last hidden states of this rank's tokens; ``model`` was converted by :func:`run_on_shards`."""
     body, positions = body_of(model), shard["position_ids"]
     plans = Plans.of(plans)
-    if any(type(part).__name__ in KEEP_POSITIONS for part in body.modules()):  # its attention can't compare them
+    if any(type(part).__name__ in known.KEEP_POSITIONS for part in body.modules()):  # its attention can't compare them
         plans = Plans(plans, positions=positions)
         plans.one.usage.note(positions)
-    with recurrent.running(body, plans):
+    with converted.running(body, plans):
         out = body(input_ids=shard["input_ids"], position_ids=positions, use_cache=False, plan=plans, attend=attend)
     hidden: Tensor = out.last_hidden_state
     return hidden
@@ -95,4 +94,4 @@ def hidden_states(model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow,
 
 def run_on_shards(model: Any) -> None:
     """Make recurrent layers and short convolutions exchange states between ranks. Call it before FSDP2."""
-    recurrent.convert(body_of(model))
+    converted.convert(body_of(model))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burst_attention.integrations.hf.mixers import mechanism, mixers_of
+from burst_attention.integrations.hf.known import mechanism, mixers_of
 
 from ..checkpoint.snapshot import is_adapter
 from ..config import TrainConfig

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention.attention.batch import Plans
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf.parts import check_dropout
+from burst_attention.integrations.hf.parts import check_random
 from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.launch.mesh import CONTEXT
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -132,7 +132,7 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         hf.check_config(config, training=training, layout=layout)
         _check_parts(config)
         if training:
-            check_dropout(build_empty(config))
+            check_random(build_empty(config))
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
     return config.get_text_config(decoder=True) if _is_of_text_alone(config) else config

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
-from .positions import positions_of_ids
 
 BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
 _ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
 # Arguments without an effect on the output of a parallelized model.
 _IGNORED = ("use_cache", "cache_position")
-_TABLES = {
+_REMEDY_OF_TABLE = {
     "input_ids": "resize the model's embeddings",
     "position_ids": "shorten or pack the documents, or load a model with more positions",
     "token_type_ids": "pass types that the model has",
 }
+# The names of tables, by the input that indexes them.
+_TABLES = {
+    "position_ids": ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe"),
+    "token_type_ids": ("token_type_embedding", "token_type_embeddings"),
+}
+_TOWERS = ("vision", "visual", "image", "audio")
+
 _REMEDIES = {
     "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
     "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
@@ -147,7 +155,7 @@ def _check_indices(model: Any, rows: BatchRows) -> None:
         if size is not None and (low < 0 or high >= size):
             raise ValueError(
                 f"{name} holds {low if low < 0 else high}, outside of the {size} rows of the model's table; "
-                f"{_TABLES[name]}"
+                f"{_REMEDY_OF_TABLE[name]}"
             )
 
 
@@ -160,3 +168,40 @@ def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
             f"output_router_logits=True is refused: {type(model).__name__} has no router loss; leave it out"
         )
     return wanted
+
+
+def positions_of_ids(body: Any, ids: Tensor) -> Tensor | None:
+    """Return the positions [B, S] that a model derives from the whole sequence's ids; None if it does not.
+
+    RoBERTa and its relatives count from their padding's id, and skip padding.
+    """
+    embeddings = getattr(body, "embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    if embeddings is None or padding is None:
+        return None
+    home = sys.modules[getattr(embeddings, "stock_class", type(embeddings)).__module__]
+    name = "create_position_ids_from_input_ids"
+    count = getattr(embeddings, name, getattr(home, name, None))
+    return None if count is None else cast("Tensor", count(ids, padding))
+
+
+def tables_of(body: nn.Module) -> dict[str, int]:
+    """Return how many values each integer input of a body may have, by name, where a learned or fixed table limits it.
+
+    A table's rows before its ``offset`` are for padding.
+    """
+    found: dict[str, int] = {}
+    fixed = ((name, x) for name, x in body.named_buffers() if "embed_positions" in name and x.dim() == 2)
+    every = [*body.named_modules(), *fixed]
+    for path, table in every:
+        name = path.rpartition(".")[2]
+        rows = (
+            table.num_embeddings if isinstance(table, nn.Embedding) else len(table) if isinstance(table, Tensor) else 0
+        )
+        role = next((role for role, names in _TABLES.items() if name in names), None)
+        if any(tower in path for tower in _TOWERS):  # it has its own positions
+            continue
+        if role and rows:
+            rows -= getattr(table, "offset", 0)
+            found[role] = min(rows, found.get(role, rows))
+    return found

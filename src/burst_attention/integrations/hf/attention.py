@@ -17,25 +17,11 @@ from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 from burst_attention.attention.prepare import DTYPES
 
-from . import checks, models, parts, recurrent
+from . import checks, converted, models, parts
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
+from .known import KEEP_POSITIONS
 from .models import NAME
-
-# Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
-KEEP_POSITIONS = (
-    "CohereCompassAttention",
-    "GPTBigCodeAttention",
-    "GraniteMoeHybridAttention",
-    "Llama4TextAttention",
-    "MoshiAttention",
-    "ModernBertAttention",
-    "MultiHeadAttention",  # CTRL
-    "NemotronAttention",
-    "PersimmonAttention",
-    "WhisperAttention",
-    "ZambaAttention",
-)
 
 
 def register() -> None:
@@ -98,7 +84,7 @@ class Attention:
         Returns:
             [B, S_local, Hq, Dv], and None for the attention weights.
         """
-        plan = recurrent.given_to(module) if plan is None else plan
+        plan = converted.given_to(module) if plan is None else plan
         options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
         options |= {} if softcap is None else {"softcap": softcap}
         options |= {} if s_aux is None else {"sinks": s_aux}

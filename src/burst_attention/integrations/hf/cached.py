@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from burst_attention.attention.batch import Plans, digest_of, mask_of
 from burst_attention.attention.plan import Plan
 
-from . import arguments, heads, mixers, models, recurrent, stub_forward, vision
+from . import arguments, converted, heads, known, models, stub_forward, vision
 from .batch import rows_of
 from .checks import shown
 from .dealt import DealtCache, Step
@@ -160,7 +160,7 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
     plan = plans.one
     positions = plan.positions.to(ids.device).repeat(len(ids), 1)
     plans = Plans(plans, positions=positions)
-    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]), recurrent.running(body, plans):
+    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]), converted.running(body, plans):
         _run(body, plan.shard(ids[:, start:stop], 1), positions, plans, call.cache)
 
 
@@ -178,7 +178,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     body = vision.text_of(model)
     columns = torch.arange(call.past + start, call.past + stop, device="cpu")
     positions = (columns[None] - call.padding[:, None]).clamp(min=0).to(call.ids.device)
-    with call.cache.stepping(stop - start, call.padding) as step, recurrent.running(body, step):
+    with call.cache.stepping(stop - start, call.padding) as step, converted.running(body, step):
         hidden = _run(body, call.ids[:, start:stop], positions, step, call.cache)[0]
     head = heads.find_head(model, model._burst.form)
     hidden = hidden[:, -call.keep :]
@@ -203,8 +203,8 @@ def _check_model(model: Any) -> None:
             f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache over ranks takes all heads; "
             "call hf.parallelize without it"
         )
-    recurrent.check_cached(text)
-    by_states = any(mixers.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
+    converted.check_cached(text)
+    by_states = any(known.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
     if state.absolute and not by_states:
         raise ValueError(
             f"past_key_values: {kind} has learned positions, or none that are rotary, which have no cache over ranks "

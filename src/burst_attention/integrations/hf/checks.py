@@ -14,6 +14,8 @@ from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusa
 from burst_attention.attention.plan import Plan
 
 UNSTATED: Any = object()
+ATTRIBUTE = "_burst_plans"  # holds the plans of a module that gets no keywords from the modules around it
+ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
 
 _DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
 # Keywords that would change the result of an attention function, each with a remedy.
@@ -64,6 +66,17 @@ class MaskRequest:
     chunk: int | None = None
     together: torch.Tensor | None = None
     beyond: bool = False
+
+
+def plans_of(module: torch.nn.Module) -> Any:
+    """Return the plans handed to a module, or ``ALONE``."""
+    plans = vars(module).get(ATTRIBUTE)
+    if plans is None:
+        raise ValueError(
+            f"plan did not reach {type(module).__name__}, so it would see only this rank's shard; call the "
+            "parallelized model itself, or call model(..., plan=plan)"
+        )
+    return plans
 
 
 def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:

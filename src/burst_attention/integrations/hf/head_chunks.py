@@ -23,7 +23,7 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
-from . import recurrent
+from .known import is_tempered
 from .token_chunks import subclass
 
 # The projections whose output rows belong to heads: which heads, in order.
@@ -91,7 +91,7 @@ class _Structure:
                     f"memory=Memory(attention_chunks={chunks}) can't split the {count} {side} heads of {self._name}; "
                     f"choose a divisor of {self._heads['key']}"
                 )
-        if recurrent.is_tempered(module):
+        if is_tempered(module):
             raise self._refusal("it scales queries by their places")
         self._output = next((name for name in _OUTPUT if name in module._modules), "")
         if not self._output or next(module.buffers(), None) is not None:

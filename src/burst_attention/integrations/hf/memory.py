@@ -18,7 +18,7 @@ from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 from burst_attention.memory.store import Store
 
-from . import head_chunks, parts, token_chunks
+from . import head_chunks, known, token_chunks
 
 Recompute = Literal["none", "keep-attention", "layer"]
 # Submodules of a mixture of experts that process each token for itself; its router sees all tokens at once.
@@ -93,7 +93,7 @@ class Memory:
                 token_chunks.in_token_chunks(module, self.mlp_chunks)
         for layer in layers:
             if self.attention_chunks > 1:
-                for module in [each for each in layer.modules() if parts.is_called(each, "Attention")]:
+                for module in [each for each in layer.modules() if known.is_called(each, "Attention")]:
                     head_chunks.by_heads(module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
                 layer._gradient_checkpointing_func = _Recomputing(context, copies)  # type: ignore[assignment]
@@ -146,7 +146,7 @@ def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
 
 def _norms(part: nn.Module) -> Iterable[nn.Module]:
     """Return the norms of hidden states in a layer, or behind the last one. Their copies in fp32 are large."""
-    return [child for child in part.children() if parts.is_called(child, "Norm")]
+    return [child for child in part.children() if known.is_called(child, "Norm")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class _Recomputing:
         copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
         with nullcontext() if self.copies is None else self.copies.hooks(*copied):
-            # parts.check_dropout refuses random numbers, so the generator state need not be saved.
+            # parts.check_random refuses random numbers, so the generator state need not be saved.
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(run, *inputs, **options, context_fn=self.context)
 

@@ -25,14 +25,13 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
-from . import mixers, parts, reasons, recurrent, stub_forward
+from . import converted, known, parts, stub_forward
 from .checks import check_rope
-from .own_attention import states_causal
 from .parts import ALONE, NAME
 
 CHUNKED = "chunked_attention"
 _ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention", CHUNKED}
-_LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
+_LAYER_TYPES = _ATTENTIONS | known.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
 DOCUMENT = 7  # tokens of a document in the measurement of check_model; a number that sizes of layers rarely have
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -73,10 +72,10 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
                 "config.json"
             ) from error
         model.train(training)
-        recurrent.check_layout(model, layout)
+        converted.check_layout(model, layout)
         check_layers(model.config.get_text_config(decoder=True))  # its class may turn a decoder into a causal model
         parts.check_structure(model)
-        parts.check_randomness(model)
+        parts.check_random(model, dropout=False)
         is_causal(stub_forward.body_of(model))
 
 
@@ -88,7 +87,7 @@ def check_layers(config: Any) -> None:
         kinds = getattr(config, attribute, None)
         for kind in kinds if isinstance(kinds, (list, tuple)) else ():
             if kind not in _LAYER_TYPES:
-                why = reasons.OF_LAYERS.get(kind, reasons.OTHER_LAYER)
+                why = known.REFUSED_LAYERS.get(kind, known.OTHER_LAYER)
                 raise ValueError(
                     f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
                     f"{ALONE}"
@@ -121,7 +120,7 @@ def is_causal(body: nn.Module) -> bool:
         ValueError: some layers are causal, others not.
     """
     attentions = ((name, each) for name, each in body.named_modules() if parts.attends(each))
-    stated = {name: states_causal(each) for name, each in attentions if name.split(".")[-1] not in _OF_ENCODER}
+    stated = {name: known.states_causal(each) for name, each in attentions if name.split(".")[-1] not in _OF_ENCODER}
     if getattr(getattr(body, "config", None), "is_decoder", False):
         for name, causal in stated.items():
             if not causal:
@@ -140,7 +139,7 @@ def is_causal(body: nn.Module) -> bool:
 
 def places_absolutely(model: Any) -> bool:
     """Return whether absolute positions matter, or how positions come in is unknown."""
-    rotary = any(parts.is_called(module, "RotaryEmbedding") for module in model.modules())
+    rotary = any(known.is_called(module, "RotaryEmbedding") for module in model.modules())
     return not rotary or embeds_positions(model)
 
 
@@ -182,10 +181,9 @@ class Watch:
         known = self._right.get(model)
         if known is None or known[0] != model.training:
             parts.check_structure(model)
-            recurrent.check_converted(model)
+            converted.check_converted(model)
             parts.check_hooks(model)
-            parts.check_randomness(model)
-            parts.check_dropout(model)
+            parts.check_random(model)
             known = self._right[model] = model.training, parts.attention_configs(model)
         parts.check_implementations(model, known[1], self._names)
 
@@ -228,7 +226,7 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
         parts.check_structure(model)
         parts.check_hooks(model)
         parts.check_implementations(model, parts.attention_configs(model))
-        with recurrent.converted(model):
+        with converted.converted(model):
             _check_by_measure(model, plan)
     one.exchange_small([])
 
@@ -237,7 +235,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {module: module.training for module in model.modules()}
-    reached = [True] if recurrent.hands_plans(model) else []
+    reached = [True] if converted.hands_plans(model) else []
     run = _tokens_apart(model, plan, reached)
     try:
         for training in sorted({False, model.training}):
@@ -336,7 +334,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         positions = positions[None].to(model.device)
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
-        with torch.no_grad(), recurrent.running(model, plans), _loudly(model, ids.shape[1], loud):
+        with torch.no_grad(), converted.running(model, plans), _loudly(model, ids.shape[1], loud):
             out = stub_forward.run_body(
                 stub_forward.body_of(model),
                 input_ids=ids,

@@ -22,7 +22,7 @@ from burst_attention.loss import token_log_probs as log_probs_of
 
 from . import heads, stub_forward
 from .batch import IGNORED, PACKING, BatchRows
-from .pooler import pooled
+from .converted import pooled
 
 
 @dataclass

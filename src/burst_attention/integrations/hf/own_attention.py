@@ -19,36 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import Plans
 
-from . import handed
-from .checks import UNSTATED, MaskRequest
+from .checks import ALONE, UNSTATED, MaskRequest, plans_of
+from .known import states_causal
 
-# Classes of transformers, by the folder of their modeling file.
-_KNOWN = frozenset(
-    {
-        "big_bird.BigBirdSelfAttention",
-        "codegen.CodeGenAttention",
-        "falcon.FalconAttention",
-        "gpt_neo.GPTNeoSelfAttention",
-        "gpt_neox_japanese.GPTNeoXJapaneseAttention",
-        "gptj.GPTJAttention",
-        "megatron_bert.MegatronBertSelfAttention",
-        "mvp.MvpAttention",
-        "openai.Attention",
-        "rembert.RemBertSelfAttention",
-        "roformer.RoFormerSelfAttention",
-        "trocr.TrOCRAttention",
-        "xglm.XGLMAttention",
-    }
-)
 _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in every dtype
-
-
-def is_known(module: nn.Module) -> bool:
-    """Return whether a module is one of these attentions. One with ALiBi is not."""
-    kind = getattr(module, "stock_class", type(module))
-    home, _, folder = kind.__module__.rpartition(".")[0].rpartition(".")
-    ours = home == "transformers.models" and f"{folder}.{kind.__name__}" in _KNOWN
-    return ours and not getattr(getattr(module, "config", None), "alibi", False)
 
 
 class OwnAttention(nn.Module):
@@ -59,16 +33,10 @@ class OwnAttention(nn.Module):
     @torch.compiler.disable  # it runs under a mode of torch functions
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward with our attention in place of its product, mask and softmax."""
-        plans = handed.plans_of(self)
-        if plans is handed.ALONE:
+        plans = plans_of(self)
+        if plans is ALONE:
             return super().forward(*args, **kwargs)
         return _over_shards(self, Plans.of(plans), super().forward, args, kwargs)
-
-
-def states_causal(module: nn.Module) -> bool:
-    """Return whether an attention says that it is causal. transformers takes one that says nothing for causal."""
-    default = getattr(module, "is_decoder", True) if is_known(module) else True
-    return bool(getattr(module, "is_causal", default))
 
 
 def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -28,15 +28,13 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, heads, models, parts, recurrent, stub_forward, vision
-from .adapters import check_added_losses
+from . import arguments, cached, converted, heads, models, parts, stub_forward, vision
 from .attention import call_shape, register
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, answer_by_own
-from .positions import tables_of
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -138,7 +136,7 @@ def _convert(
         layers=parts.attention_configs(vision.text_of(base)),
         absolute=models.places_absolutely(base),
     )
-    recurrent.convert(vision.text_of(base))
+    converted.convert(vision.text_of(base))
     vision.convert(base)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
@@ -163,7 +161,7 @@ def unparallelize(model: Model) -> Model:
     alone = base._burst.alone
     spread: Any = base
     vision.restore(spread)
-    recurrent.restore(vision.text_of(spread))
+    converted.restore(vision.text_of(spread))
     unsave(vision.text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
@@ -191,7 +189,7 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         )
     _check_own_forward(base)
     if plan.world > 1:
-        recurrent.check_layout(base, plan.layout)
+        converted.check_layout(base, plan.layout)
         models.check_layers(base.config.get_text_config(decoder=True))
         check_rope(base.config.get_text_config(decoder=True))
         parts.check_structure(vision.text_of(base))
@@ -199,8 +197,7 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
     form = _form_of(base)
     if plan.world > 1:
         parts.check_hooks(base, root=False)
-        parts.check_randomness(vision.text_of(base))
-        vision.check_tower(base)
+        parts.check_random(base, vision.text_of(base), dropout=False)
     return form
 
 
@@ -269,8 +266,7 @@ class _Context:
     absolute: bool  # whether absolute positions matter, not only distances
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
-    rates: list[tuple[nn.Module, str]] = field(default_factory=list, init=False)  # of parts, at the last check
-    found_right: Any = field(default=None, init=False)  # the state of the parts then
+    right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
     warned: bool = field(default=False, init=False)  # of a batch without labels
     tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
@@ -280,23 +276,21 @@ class _Context:
 
     def check_parts(self, model: Any) -> None:
         """Check adapters, hooks, attentions and rates that were attached or changed since the last call."""
-        if parts.state_of(model, self.rates) == self.found_right:
+        if self.right is not None and self.right.unchanged():
             return
         body = vision.text_of(model)
         self.memory.check(body)
-        if self.plans.base.world > 1 or self.memory != Memory():
-            parts.check_dropout(body)
         if self.plans.base.world > 1:
+            parts.check_random(model, body)
             parts.check_hooks(body)
-            parts.check_randomness(body)
-            vision.check_tower(model)
             parts.check_structure(body)
             if self.gradients == "sum":
-                check_added_losses(body)
+                parts.check_added_losses(body)
             self.layers = parts.attention_configs(body)
-        self.tables = tables_of(body)
-        self.rates = parts.rates_of(model)
-        self.found_right = parts.state_of(model, self.rates)
+        elif self.memory != Memory():
+            parts.check_random(body)
+        self.tables = arguments.tables_of(body)
+        self.right = parts.Watched(model)
 
     def warn_of_labels(self, model: Any, rows: BatchRows) -> None:
         """Warn once that no label of a whole batch counts: the loss is then 0, where transformers' is NaN."""
@@ -378,7 +372,7 @@ def _alone(model: Any) -> Any:
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
-        with recurrent.running(vision.text_of(model)):
+        with converted.running(vision.text_of(model)):
             yield
     finally:
         _switch(model, parts.NAME)
@@ -411,7 +405,7 @@ def _body(model: Any, call: Call) -> Any:
     plans = Plans(call.plans, positions=positions)
     asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
     asked |= {name: call.shard[name] for name in arguments.TOKENS if name in call.shard}
-    with recurrent.running(vision.text_of(model), plans):
+    with converted.running(vision.text_of(model), plans):
         body = vision.text_of(model)
         return stub_forward.run_body(body, input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 

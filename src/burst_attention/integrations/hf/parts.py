@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from collections.abc import Callable, Sequence
+from itertools import chain, takewhile
 from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import mixers, own_attention, positions, reasons
-from .adapters import reason_of_adapter
+from . import converted, known
 from .checks import dropouts_of
-from .pooler import poolers_of
+from .known import is_called
 
 NAME = "burst"
 ALONE = "run it on one rank, where it sees the whole sequence"
@@ -59,7 +58,7 @@ _KNOWN = re.compile(
     r"(Model|ForCausalLM|LMHeadModel|ForConditionalGeneration|Decoder|Encoder|Layer|Block|Stack|Wrapper|OptimizedModule"
     r"|MLP|Mlp|GLU|FeedForward|FFN|Experts?|MoE|Moe|MoA|AltUp|Router|Gate|Gating|Statics"
     r"|Norm|NormGated|Norm1P|Activation|Gelu|Linear|Linear4bit|Linear8bitLt|Conv1D|Dense|Intermediate|Output|Transform"
-    r"|Projector|Adapter|Embeddings?|Predictions|HyperConnection|HyperHead|Head)$"
+    r"|Projector|Adapter|Embeddings?|Predictions|HyperConnection|HyperHead|Head|Attention|RotaryEmbedding)$"
 )
 # Wrappers that run the wrapped module unchanged.
 _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
@@ -78,11 +77,11 @@ _ADDED_BY = (
     "transformers",
     "trl",  # replaces the whole model's forward by one with a fused head
 )
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_SET = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")  # attributes that change what runs
 _DECLARED = "_burst_token_wise"  # token_wise sets it on a class or a hook
 _Declared = TypeVar("_Declared", bound=Callable[..., Any])
 _UNKNOWN = "is not known to treat each token independently"
-_SHARD_ALONE = "and each rank would see only its shard"
-_SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
 
 
 def token_wise(treats: _Declared) -> _Declared:
@@ -120,67 +119,76 @@ def token_wise(treats: _Declared) -> _Declared:
     return cast("_Declared", hook)
 
 
-def _is_declared(treats: Any) -> bool:
-    return _DECLARED in getattr(treats, "__dict__", ())
+class Watched:
+    """All parts of a model, and what the checks depend on; the checks run again only if that changes.
 
-
-def state_of(model: nn.Module, rates: Sequence[tuple[nn.Module, str]] = ()) -> list[Any]:
-    """Return what the checks of parts depend on, in one pass: 1 ms for 400 modules, where the checks take 14 ms.
-
-    ``rates``: :func:`rates_of` the model at the last check.
+    A comparison takes 0.3 ms for 400 modules, where the checks take 14 ms.
     """
-    state: list[Any] = [_positive(getattr(module, name, None)) for module, name in rates]
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        own = vars(module)
-        before, after = module._forward_pre_hooks, module._forward_hooks
-        if before or after or module._backward_pre_hooks or module._backward_hooks:
-            state.append([*before, *after, *module._backward_pre_hooks, *module._backward_hooks])
-        state += (module, type(module), module.training, tuple(own))
-        if "gradient_checkpointing" in own or "forward" in own:
-            state += (own.get("forward"), own.get("gradient_checkpointing"), own.get("_gradient_checkpointing_func"))
-        waiting += [child for child in module._modules.values() if child is not None]
-    return state
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = [*model.modules()]
+        self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if _is_rate(name)]
+        self._found = self._state()
+
+    def unchanged(self) -> bool:
+        """Return whether no part, hook, mode or rate has changed since this object was made."""
+        return self._found == self._state()
+
+    def _state(self) -> list[Any]:
+        own = [vars(part) for part in self._parts]
+        return [
+            [*map(type, self._parts)],
+            [each.get("training") for each in own],
+            [*map(len, own)],
+            [*chain.from_iterable(each["_modules"].values() for each in own)],
+            [tuple(each[name]) for name in _HOOKS for each in own if each[name]],
+            [each.get(name) for name in _SET for each in own if name in each],
+            [_positive(each.get(name)) for each, name in self._rates],
+        ]
 
 
-def rates_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the attributes of a model's parts that may make them draw random values: (part, name)."""
-    every = ((module, name) for module in model.modules() for name in vars(module))
-    return [(module, name) for module, name in every if name == "p" or "drop" in name or "jitter" in name]
+def _is_rate(name: str) -> bool:
+    """Return whether an attribute of this name may make a part draw random values."""
+    return name == "p" or "drop" in name or "jitter" in name
 
 
 def check_structure(model: nn.Module) -> None:
     """Refuse a model with another attention, or with a part not known to treat each token independently."""
-    of_mixers = {id(part) for _, mixer in mixers.mixers_of(model) for part in mixer.children()}
-    whole = {id(pooler) for pooler in poolers_of(model)}
+    of_mixers = {id(part) for _, mixer in known.mixers_of(model) for part in mixer.children()}
+    whole = {id(pooler) for pooler in converted.poolers_of(model)}
     for name, module in model.named_modules():
-        if id(module) in whole:
+        # A mixer passes the weight of its convolution to a kernel.
+        if id(module) in whole or (isinstance(module, nn.Conv1d) and id(module) in of_mixers):
             continue
-        known = isinstance(module, nn.Conv1d) and id(module) in of_mixers  # the mixer passes its weight to a kernel
-        reason = None if known else _reason(module)
+        reason = _reason(module)
         if reason:
-            raise ValueError(f"{_shown(name, module)} {reason}, {_SHARD_ALONE}; {ALONE}")
-    mixers.check_listed(model)
+            raise ValueError(f"{_shown(name, module)} {reason}, and each rank would see only its shard; {ALONE}")
+    _check_listed(model)
+
+
+def _check_listed(model: nn.Module) -> None:
+    """Refuse a model whose configuration lists more layers with a mixer than it has known mixers.
+
+    Their classes may have harmless names, such as an ending in Layer.
+    """
+    config: Any = getattr(model, "config", None)
+    for attribute in ("layer_types", "layers_block_type"):
+        kinds = getattr(config, attribute, None)
+        listed = [kind for kind in kinds if kind in known.LISTED] if isinstance(kinds, (list, tuple)) else []
+        found = sum(1 for _ in known.mixers_of(model)) if listed else 0
+        if found < len(listed):
+            raise ValueError(
+                f"{attribute} of the configuration has {listed[0]!r} {len(listed)} times, but {type(model).__name__} "
+                f"has {found} token mixers that are known to run on shards; {ALONE}"
+            )
 
 
 def check_hooks(model: nn.Module, *, root: bool = True) -> None:
-    """Refuse hooks on a model's parts, because each would get only this rank's shard.
-
-    Args:
-        model: the model.
-        root: False allows hooks on the model itself.
-    """
+    """Refuse hooks on a model's parts, because each would get only this rank's shard; ``root``: on the model too."""
     for name, module in model.named_modules():
         if hasattr(module, "stock_class") or not (root or name):  # a parallelized model takes whole batches
             continue
-        hooks = (
-            *module._forward_pre_hooks.values(),
-            *module._forward_hooks.values(),
-            *module._backward_pre_hooks.values(),
-            *module._backward_hooks.values(),
-        )
-        for hook in hooks:
+        for hook in chain.from_iterable(vars(module)[kind].values() for kind in _HOOKS):
             if not (_is_declared(hook) or _within(_origin(hook), _ADDED_BY)):
                 raise ValueError(
                     f"{_shown(name, module)} has the hook {_called(hook)}, which would get only this rank's shard of "
@@ -194,49 +202,46 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
                 )
 
 
-def check_randomness(model: nn.Module) -> None:
-    """Refuse parts in training mode that draw random values.
+def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bool = True) -> None:
+    """Refuse parts in training mode that draw random values, which would differ between ranks or repeat on them.
 
-    :func:`check_dropout` refuses ``nn.Dropout``, and :func:`~.checks.check_keywords` attention dropout.
+    Layers that are computed again would draw other values than before.
+
+    Args:
+        model: the model.
+        body: the part that runs on shards, if not all of the model; the rest runs whole on each rank.
+        dropout: False allows ``nn.Dropout`` in the body, because ``eval()`` may follow.
     """
-    for name, module in model.named_modules():
-        if not module.training:
+    inside = {id(part) for part in (model if body is None else body).modules()}
+    for name, part in model.named_modules():
+        if not part.training:
             continue
-        if _definer(type(module)).__name__ in _SAMPLING:
+        sharded = id(part) in inside
+        if sharded and _definer(type(part)).__name__ in known.SAMPLING:
             raise ValueError(
-                f"{_shown(name, module)} draws random values in training, different on each rank; call eval(), or "
-                f"{ALONE}"
+                f"{_shown(name, part)} draws random values in training, different on each rank; call eval(), or {ALONE}"
             )
-        for setting, value in vars(module).items():
-            random = "drop" in setting or "jitter" in setting
-            if random and "att" not in setting and _positive(value):
+        of_module = isinstance(part, nn.modules.dropout._DropoutNd)
+        rates = vars(part) if dropout or not (sharded and of_module) else {}
+        for setting, value in rates.items():
+            # The attention refuses its own dropout, in the words of its configuration.
+            random = _is_rate(setting) and (of_module or setting != "p") and not (sharded and "att" in setting)
+            if random and _positive(value):
+                asked = dropouts_of(getattr(model, "config", None))
+                where = f" (of the configuration: {asked})" if asked else ""
                 raise ValueError(
-                    f"{_shown(name, module)} has {setting}={value}, so it draws random values, different on each rank; "
-                    f"set {setting} to 0, or call eval()"
+                    f"{_shown(name, part)} has {setting}={value}, so it draws random values: they differ between "
+                    f"ranks, and where layers are computed again; set it to 0{where}, or call eval()"
                 )
 
 
-def dropouts(model: nn.Module) -> Iterator[tuple[str, nn.modules.dropout._DropoutNd]]:
-    """Yield the names and modules of dropout above 0, in training mode or not."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            yield name, module
-
-
-def check_dropout(model: nn.Module) -> None:
-    """Refuse ``nn.Dropout`` in training mode.
-
-    Ranks with equal seeds would draw the same values for different tokens. A layer that is computed again would draw
-    other values than before.
-    """
-    for name, module in dropouts(model):
-        if module.training:
-            asked = dropouts_of(getattr(model, "config", None))
-            settings = f" (of the configuration: {asked})" if asked else ""
-            raise ValueError(
-                f"{_shown(name, module)} has p={module.p}: dropout is not supported over ranks, nor where layers are "
-                f"computed again; set it to 0{settings}, or call eval()"
-            )
+def check_added_losses(model: nn.Module) -> None:
+    """Refuse adapters that add to the loss on every rank, if gradients are summed over the ranks."""
+    if any(type(module).__module__.startswith("peft.tuners.adalora.") for module in model.modules()):
+        raise ValueError(
+            "gradients='sum' is refused: AdaLoRA adds to the loss on every rank, so its term would be counted once per "
+            "rank; use gradients='mean'"
+        )
 
 
 def check_attention_is_ours(model: nn.Module) -> None:
@@ -247,9 +252,9 @@ def check_attention_is_ours(model: nn.Module) -> None:
     attentions = {
         name: module
         for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ and next(mixers.mixers_of(module), None) is None
+        if "Attention" in type(module).__name__ and next(known.mixers_of(module), None) is None
     }
-    ours = (calls_interface(module) or _is_converted(module) for module in attentions.values())
+    ours = (calls_interface(module) or hasattr(module, "stock_class") for module in attentions.values())
     if attentions and not any(ours):
         name, module = next(iter(attentions.items()))
         raise ValueError(
@@ -261,18 +266,14 @@ def check_attention_is_ours(model: nn.Module) -> None:
 def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configurations from which the layers read their attention implementation; usually one."""
     every = [getattr(module, "config", None) for module in model.modules() if calls_interface(module)]
-    if any(own_attention.is_known(module) for module in model.modules()):  # their model reads it, to make masks
+    if any(known.scores_itself(module) for module in model.modules()):  # their model reads it, to make masks
         every += [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     return list({id(config): config for config in every if config is not None}.values())
 
 
-def _is_converted(module: nn.Module) -> bool:
-    return own_attention.is_known(module) and isinstance(module, own_attention.OwnAttention)
-
-
 def attends(module: nn.Module) -> bool:
     """Return whether a module calls an attention that can run on shards."""
-    return calls_interface(module) or own_attention.is_known(module)
+    return calls_interface(module) or known.scores_itself(module)
 
 
 def check_implementations(model: nn.Module, configs: list[Any], names: Sequence[str] = (NAME,)) -> None:
@@ -289,6 +290,10 @@ def _positive(value: Any) -> bool:
     """Return whether a value is a number above 0, or a dict that holds one."""
     values = value.values() if isinstance(value, dict) else [value]
     return any(isinstance(each, (int, float)) and not isinstance(each, bool) and each > 0 for each in values)
+
+
+def _is_declared(treats: Any) -> bool:
+    return _DECLARED in getattr(treats, "__dict__", ())
 
 
 def _shown(name: str, module: nn.Module) -> str:
@@ -321,66 +326,64 @@ def _reason(module: nn.Module) -> str | None:
     """Return why a module may mix tokens or use wrong positions, or None. Its children are checked separately."""
     if hasattr(module, "stock_class"):
         return None  # the forward of a parallelized model is ours
-    if mixers.mechanism(module) or own_attention.is_known(module) or positions.is_counted(module):
+    if known.mechanism(module) or known.scores_itself(module) or known.is_counted(module):
         return None  # parallelize replaces its forward
     kind = _definer(type(module))
     own = vars(module).get("forward")
     if own is not None and kind.__name__ not in _TRANSPARENT and not _within(_origin(own), _ADDED_BY):
         return f"has the forward {_called(own)} in place of its class's forward"
-    if kind.__name__ in reasons.OF_PARTS and _within(kind.__module__, _NAMED):
-        return reasons.OF_PARTS[kind.__name__]
+    if kind.__name__ in known.REFUSED_PARTS and _within(kind.__module__, _NAMED):
+        return known.REFUSED_PARTS[kind.__name__]
     if _own_attention(module):
-        known = (reasons.OF_PARTS.get(type(part).__name__) for part in module.modules())
-        return next(filter(None, known), "computes its attention itself")
+        reasons = (known.REFUSED_PARTS.get(type(part).__name__) for part in module.modules())
+        return next(filter(None, reasons), "computes its attention itself")
     if is_called(module, "CrossAttention") or getattr(module, "is_cross_attention", False):
         return "attends to another sequence"
     if kind is nn.Module or kind in _TOKENWISE or _is_declared(kind):
         return None
     if _within(kind.__module__, ["peft"]):
-        return reason_of_adapter(module, kind)
+        return _reason_of_adapter(module, kind)
     if _within(kind.__module__, ["torch"]):
         return None if kind.__name__ in _TRANSPARENT else _UNKNOWN
     if not _within(kind.__module__, _NAMED):
         return f"{_UNKNOWN} (if it does, declare it: hf.token_wise({kind.__name__}))"
-    return _reason_by_name(module, kind)
-
-
-def _reason_by_name(module: nn.Module, kind: type) -> str | None:
-    """Return the same for a class from a package with descriptive class names."""
-    if calls_interface(module) or kind.__name__.endswith("RotaryEmbedding"):
+    if kind.__name__.endswith("RotaryEmbedding") or kind.__module__ == "transformers.activations":
         return None
-    if kind.__module__ == "transformers.activations":
+    if calls_interface(module):
         return None
     if _places_tokens(module):
         return "counts positions itself, from the start of its input"
-    return None if _KNOWN.search(kind.__name__) or kind.__name__.endswith("Attention") else _UNKNOWN
+    return None if _KNOWN.search(kind.__name__) else _UNKNOWN
 
 
-def is_called(module: nn.Module, role: str) -> bool:
-    """Return whether the name of a module's class ends with ``role``."""
-    return type(module).__name__.endswith(role)
+def _reason_of_adapter(module: nn.Module, kind: type) -> str | None:
+    """Return why a PEFT adapter can't run on shards, or None; ``kind`` defines its forward."""
+    if f"{kind.__module__}.{kind.__qualname__}" in known.ADAPTER_WRAPPERS:
+        return None
+    home = kind.__module__.removeprefix("peft.tuners.")
+    if kind.__qualname__ not in known.ADAPTERS.get(home, ()):
+        name = f"{home}.{kind.__qualname__}"
+        return f"is peft.tuners.{name}, which {known.REFUSED_ADAPTERS.get(name, known.UNKNOWN_ADAPTER)}"
+    variants: Any = getattr(module, "lora_variant", {})
+    for variant in map(type, variants.values()):
+        if variant.__module__ != "peft.tuners.lora.variants" or variant.__name__ not in known.VARIANTS:
+            why = known.REFUSED_VARIANTS.get(variant.__name__, known.UNKNOWN_ADAPTER)
+            return f"uses {variant.__name__}, which {why}"
+    return None
 
 
 def _own_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention that doesn't use transformers' attention interface."""
-    if "Attention" not in type(module).__name__ or next(mixers.mixers_of(module), None) is not None:
+    if "Attention" not in type(module).__name__ or next(known.mixers_of(module), None) is not None:
         return False
     return not any(map(attends, module.modules()))
 
 
 def calls_interface(module: nn.Module) -> bool:
-    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _names_in_code(type(module)))
-
-
-def _names_in_code(kind: type) -> Iterator[tuple[str, ...]]:
-    """Yield the global names and attributes that each method of a class uses."""
-    for base in kind.__mro__:
-        if base in (PreTrainedModel, nn.Module):
-            return
-        for value in vars(base).values():
-            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-            if isinstance(code, CodeType):
-                yield code.co_names
+    """Return whether a method of a module's class uses transformers' attention interface."""
+    bases = takewhile(lambda base: base not in (PreTrainedModel, nn.Module), type(module).__mro__)
+    methods = (value for base in bases for value in vars(base).values() if callable(value))
+    return any("ALL_ATTENTION_FUNCTIONS" in known.code_names(value) for value in methods)
 
 
 def _places_tokens(module: nn.Module) -> bool:
@@ -388,10 +391,9 @@ def _places_tokens(module: nn.Module) -> bool:
     learned = (
         name
         for name, child in module.named_children()
-        if not (is_called(child, "RotaryEmbedding") or positions.is_counted(child))
+        if not (is_called(child, "RotaryEmbedding") or known.is_counted(child))
     )
-    return any("position" in name for name in learned) and "position_ids" not in _parameters(module)
-
-
-def _parameters(module: nn.Module) -> Mapping[str, Any]:
-    return inspect.signature(module.forward).parameters
+    return (
+        any("position" in name for name in learned)
+        and "position_ids" not in inspect.signature(module.forward).parameters
+    )

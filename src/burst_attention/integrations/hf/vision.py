@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from burst_attention.attention.batch import Plans, digest_of
 from burst_attention.attention.plan import Plan
 
-from . import recurrent, seam_masks
+from . import converted, seam_masks
 from .batch import BatchRows
 from .checks import shown
 from .outputs import Call
@@ -94,27 +94,6 @@ def restore(model: Any) -> None:
         inner.__class__ = inner.stock_class
 
 
-def check_tower(model: Any) -> None:
-    """Refuse random values in the parts that run whole: each rank would draw others for the same image.
-
-    Raises:
-        ValueError: a part in training mode has dropout.
-    """
-    inner = language_model_of(model)
-    within = () if inner is None else {id(part) for part in inner.modules()}
-    for name, part in model.named_modules() if inner is not None else ():
-        if id(part) in within or not part.training:
-            continue
-        rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
-        for setting, rate in rates.items():
-            number = isinstance(rate, float) and rate > 0
-            if number and (setting == "p" or "drop" in setting):
-                raise ValueError(
-                    f"{name} ({type(part).__name__}) has {setting}={rate}: dropout outside of the language model would "
-                    "differ between ranks, which all run that part on the whole batch; set it to 0"
-                )
-
-
 def joins_rows(model: Any) -> bool:
     """Return whether rows of a batch may need different masks, so that they have to be one row of documents."""
     around, _ = _around(model)
@@ -179,7 +158,7 @@ class _Seam(nn.Module):
             plans, mask = seam_masks.with_groups(call.plans, given.pop("attention_mask", None), call.rows)
             shard = _cut(call.plan, given)
         plans = Plans(plans, positions=shard["position_ids"], rotary=True, masked=plans.masked)
-        with recurrent.running(self, plans):
+        with converted.running(self, plans):
             return super().forward(**shard, attention_mask=mask, plan=plans, use_cache=False)
 
 

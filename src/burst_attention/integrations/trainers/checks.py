@@ -15,7 +15,6 @@ from transformers import Trainer
 
 from ..hf.batch import IGNORED
 from ..hf.checks import shown
-from ..hf.parts import dropouts
 
 # Methods that we override or call: (class, package, method, parameters that it must have).
 _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
@@ -122,8 +121,9 @@ def check_settings(trainer: Any) -> None:
 
 def _check_dropout(model: nn.Module) -> None:
     """Refuse active dropout, because all ranks of a context would draw the same values for different tokens."""
-    for name, part in dropouts(model):
-        raise ValueError(f"{name} has dropout p={part.p}, which is not supported over ranks; set it to 0")
+    for name, part in model.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise ValueError(f"{name} has dropout p={part.p}, which is not supported over ranks; set it to 0")
 
 
 def counted(model: Any, labels: torch.Tensor) -> int:

@@ -1,0 +1,333 @@
+"""Modules whose class ``parallelize`` replaces, so that their own code runs on shards.
+
+Recurrent layers and short convolutions keep their weights and their code. Only the names of their kernels mean ours
+(:mod:`burst_attention.recurrence`), which call the kernels of the modeling file, whatever they are at that moment (fla,
+mamba_ssm, a hub kernel). No module of another package changes. Positions that a model counts from the start of its
+input, and poolers, get those of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from burst_attention.attention.batch import Plans
+from burst_attention.recurrence import kernels
+from burst_attention.recurrence.exchange import RunExchange
+
+from . import checks, known
+from .checks import ALONE, ATTRIBUTE, plans_of
+from .dealt import DealtCache, Step
+from .own_attention import OwnAttention
+from .token_chunks import subclass
+
+_KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
+_CACHES = ("cache_params", "past_key_values")  # how mixers call their cache
+# Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
+_CACHED = frozenset({"gated delta", "Kimi delta", "Mamba 2", "convolution"})
+
+
+def convert(body: nn.Module) -> None:
+    """Make the known modules of a model run on shards. Changes classes in place; a second call changes nothing."""
+    for module, mixin in _kinds(body):
+        if not isinstance(module, mixin):
+            kind: Any = type(module)
+            module.__class__ = subclass(mixin, kind)
+
+
+def _kinds(body: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield (module, mixin) for each module whose class must change."""
+    poolers = {id(pooler) for pooler in poolers_of(body)}
+    for module in body.modules():
+        kind = _kind(module, poolers)
+        if kind is not None:
+            yield module, kind
+
+
+def _kind(module: nn.Module, poolers: set[int]) -> Any:
+    if isinstance(module, GradientCheckpointingLayer):
+        inside = any(known.mechanism(each) or known.gets_no_keywords(each) for each in module.modules())
+        return _Layer if inside else None
+    if known.mechanism(module):
+        return _Mixer
+    if known.is_tempered(module):
+        return _Tempered
+    if known.scores_itself(module):
+        return OwnAttention
+    if known.is_counted(module):
+        return _Placed
+    return _Unpooled if id(module) in poolers else None
+
+
+def restore(body: nn.Module) -> None:
+    """Undo :func:`convert`."""
+    for module in body.modules():
+        if isinstance(module, _ALL):
+            module.__class__ = module.stock_class
+
+
+def check_converted(model: nn.Module) -> None:
+    """Refuse a model with a module that would run on the shard alone."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, mixin in _kinds(model):
+        if mixin in _ALONE_WRONG and not isinstance(module, mixin):
+            name = f"{names[id(module)]} ({type(module).__name__})"
+            raise ValueError(f"{name} {_ALONE_WRONG[mixin]}; call hf.parallelize(model)")
+
+
+def check_cached(body: nn.Module) -> None:
+    """Refuse a model with parts that have a state that no cache over ranks holds, or that need positions."""
+    for name, module in body.named_modules():
+        found, kind = known.mechanism(module), type(module).__name__
+        if found is not None and found not in _CACHED:
+            raise ValueError(
+                f"past_key_values: {name} ({kind}, {found}) has a state that no cache over ranks holds; generate on "
+                "one rank with transformers' own cache"
+            )
+        if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
+            raise ValueError(
+                f"past_key_values: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
+                "ranks yet; use a model with rotary positions and plain attention"
+            )
+
+
+def check_layout(model: nn.Module, layout: str) -> None:
+    """Refuse a layout that separates neighbouring tokens, for a model that passes states between them."""
+    found = next(known.mixers_of(model), None)
+    if found is not None and layout.startswith("striped"):
+        raise ValueError(
+            f"layout={layout!r} of the strategy separates neighbouring tokens, but {found[0]} "
+            f"({type(found[1]).__name__}) passes a state from token to token; use Strategy(layout='zigzag')"
+        )
+
+
+def hands_plans(model: nn.Module) -> bool:
+    """Return whether modules get their plans other than by keywords."""
+    return any(isinstance(each, (_Layer, OwnAttention)) for each in model.modules())
+
+
+@contextmanager
+def converted(body: nn.Module) -> Iterator[None]:
+    """Convert a model inside this context only."""
+    before = any(isinstance(each, _ALL) for each in body.modules())
+    convert(body)
+    try:
+        yield
+    finally:
+        if not before:
+            restore(body)
+
+
+@contextmanager
+def running(body: nn.Module, plans: Any = ALONE) -> Iterator[None]:
+    """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
+    with _handed([each for each in body.modules() if isinstance(each, _TAKERS)], plans):
+        yield
+
+
+@contextmanager
+def _handed(modules: list[nn.Module], plans: Any) -> Iterator[None]:
+    for each in modules:
+        setattr(each, ATTRIBUTE, plans)
+    try:
+        yield
+    finally:
+        for each in modules:
+            vars(each).pop(ATTRIBUTE, None)
+
+
+def given_to(module: nn.Module) -> Any:
+    """Return the plans that a layer handed to a module inside it, or None."""
+    plans = vars(module).get(ATTRIBUTE)
+    return None if plans is ALONE else plans
+
+
+class _Layer(nn.Module):
+    """A decoder layer: hands its plans to modules inside it, also if checkpointing runs it again later."""
+
+    stock_class: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plans = kwargs.get("plan", vars(self).get(ATTRIBUTE))
+        return super().__call__(*args, **{_KEYWORD: plans} | kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = kwargs.pop(_KEYWORD, None)
+        inside = [each for each in self.modules() if isinstance(each, _Mixer) or known.gets_no_keywords(each)]
+        with _handed(inside, plans):
+            return super().forward(*args, **kwargs)
+
+
+class _Mixer(nn.Module):
+    """A mixer whose kernels run on shards."""
+
+    stock_class: Any
+
+    @torch.compiler.disable  # the function with our kernels is made for each call
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = plans_of(self)
+        derived = getattr(plans, "positions", None) is not None
+        if plans is ALONE or isinstance(plans, Step):  # the mixer gets all tokens, and the cache as in one process
+            return super().forward(*args, **kwargs)
+        plan, cache = Plans.of(plans).one, None
+        for name in _CACHES if derived else ():
+            if isinstance(kwargs.get(name), DealtCache):
+                cache = kwargs.pop(name)
+        with plan.agreement.entering("a recurrent layer", once=True):
+            _check(plan.length, plan.seqlen, args, kwargs)
+        if not derived:
+            checks.mark_attended(plans, kwargs.get("position_ids"))
+        with nullcontext() if cache is None else cache.recurring(self.layer_idx) as past:
+            return over_runs(self, RunExchange(plan, past=past))(*args, **kwargs)
+
+
+def over_runs(mixer: nn.Module, exchange: RunExchange) -> Callable[..., Any]:
+    """Return the forward of a known mixer over runs. It takes the same arguments as the stock forward."""
+    kind = known.stock_class(mixer)
+    if known.mechanism(mixer) == "lightning":
+        return functools.partial(_lightning, mixer, exchange)
+    home = sys.modules[kind.__module__]
+    used = known.KERNELS.keys() & known.code_names(kind.forward)
+    # Looked up at each call: the modeling file's kernel may have been replaced by a faster one.
+    ours = {name: functools.partial(known.KERNELS[name], getattr(home, name), exchange) for name in used}
+    return functools.partial(_with_names(kind.forward, ours), mixer)
+
+
+def _with_names(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function, and of its decorators, in which some global names mean other values."""
+    below = getattr(function, "__wrapped__", None)
+    if below is None:
+        scope, closure = {**function.__globals__, **names}, function.__closure__
+    else:
+        inner, scope = _with_names(below, names), function.__globals__
+        closure = tuple(CellType(inner) if cell.cell_contents is below else cell for cell in function.__closure__)
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _lightning(mixer: Any, exchange: RunExchange, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """The forward of MiniMax's lightning attention, which calls no kernel by name. ``hidden_states``: [B, S, E]."""
+    qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))
+    query, key, value = qkv.unflatten(-1, (mixer.num_attention_heads, -1)).transpose(1, 2).chunk(3, -1)
+    out = kernels.lightning(exchange, query, key, value, mixer.slope_rate, block=mixer.block_size)
+    out = mixer.norm(out.transpose(1, 2).flatten(2))
+    return mixer.out_proj(F.sigmoid(mixer.output_gate(hidden_states)) * out), None
+
+
+class _Places:
+    """Stands for a cache, by whose length the attention counts its tokens; here by a tensor of their places."""
+
+    def __init__(self, offset: Tensor) -> None:
+        self._offset = offset
+
+    def get_seq_length(self, _: int) -> Tensor:
+        """Return the difference between each local token's place in its document and its number."""
+        return self._offset
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as they are."""
+        return key, value
+
+
+class _Tempered(nn.Module):
+    """An attention of Llama 4 that scales queries by their places in their documents."""
+
+    stock_class: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = kwargs.get("plan")
+        if given is not None and past_key_values is None:
+            plans = Plans.of(given)
+            with plans.one.agreement.entering("burst_attention", once=True):
+                _check(plans.one.length, plans.one.seqlen, (hidden_states,), {})
+            places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
+            past_key_values = _Places(places.to(hidden_states.device))
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+class _Placed(nn.Module):
+    """An embedding of positions that takes those of this rank's tokens in their documents from the plan.
+
+    Decoders of encoder-decoder families take no ``position_ids``: they count their input's tokens.
+    """
+
+    stock_class: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = plans_of(self)
+        if plans is not ALONE:
+            places: Tensor = plans.one.document_positions
+            kwargs["position_ids"] = places.to(self.weight.device)  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs)
+
+
+class _Unpooled(nn.Module):
+    """A pooler, which scores a whole sequence by its first token: a body's shard may not have it.
+
+    Inside of a parallel body it returns None. The model's head gets the result for the whole hidden states.
+    """
+
+    stock_class: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = vars(self).get(ATTRIBUTE, ALONE)
+        return super().forward(*args, **kwargs) if plans is ALONE else None
+
+
+def poolers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the poolers of a model's bodies."""
+    for module in model.modules():
+        pooler = getattr(module, "pooler", None) if isinstance(module, PreTrainedModel) else None
+        if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler"):
+            yield pooler
+
+
+def pooled(body: Any, hidden: Tensor) -> Tensor | None:
+    """Return the pooler's result for whole hidden states [B, S, E]; None if the body has no pooler."""
+    pooler = getattr(body, "pooler", None)
+    result: Tensor | None = pooler(hidden) if isinstance(pooler, _Unpooled) else None
+    return result
+
+
+_ALL = (_Layer, _Mixer, _Tempered, OwnAttention, _Placed, _Unpooled)
+_TAKERS = (_Layer, OwnAttention, _Placed, _Unpooled)
+# What each would do wrong if it ran on a shard alone.
+_ALONE_WRONG = {
+    _Mixer: "passes a state from token to token, which would begin at this rank's shard",
+    _Tempered: "scales queries by their places, which it would count from the shard's start",
+    _Placed: "embeds positions counted from the shard's start",
+    OwnAttention: "computes its attention itself, over this rank's shard alone",
+    _Unpooled: "scores the shard's first token, not the sequence's (add_pooling_layer=False builds none)",
+}
+
+
+def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if hidden.shape[1] != length:
+        raise ValueError(
+            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; shard the batch "
+            "with hf.shard_batch(batch, plan)"
+        )
+    for name in _CACHES:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")
+    checks.mask_request(kwargs.get("attention_mask"))
+    checks.check_keywords(0.0, {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")})

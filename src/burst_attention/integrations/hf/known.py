@@ -1,0 +1,287 @@
+"""What is known of classes of transformers and PEFT, by name: one table for each question.
+
+Only names and modules are read here; ``parts`` decides, and ``converted`` replaces forwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from burst_attention.recurrence import kernels
+
+# Kernels over runs, by the names under which modeling files call the kernel over a whole sequence.
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": kernels.convolution,
+    "torch_chunk_gated_delta_rule": kernels.delta_rule,
+    "chunk_kimi_delta_attention": kernels.delta_rule,
+    "mamba2_chunk_scan": kernels.mamba2,
+    "mamba_selective_scan": kernels.mamba1,
+    "mamba2_split_conv1d_scan_combined": kernels.no_fused_kernel,
+    "mamba_inner_fn": kernels.no_fused_kernel,
+}
+_CONVOLUTION = frozenset({"causal_conv1d_fn"})
+_GATED_DELTA = _CONVOLUTION | {"torch_chunk_gated_delta_rule"}
+_KIMI_DELTA = _CONVOLUTION | {"chunk_kimi_delta_attention"}
+_MAMBA_2 = _CONVOLUTION | {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"}
+_SCAN = _CONVOLUTION | {"mamba_selective_scan"}
+_MAMBA_1 = _SCAN | {"mamba_inner_fn"}
+_DECAYS = frozenset({"slope_rate", "query_decay", "key_decay", "diagonal_decay"})  # attributes, not kernels
+# Each class's mechanism, as docs/models.md names it, and which names of KERNELS and _DECAYS its forward uses.
+_MIXERS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "BailingHybridDeltaAttention": ("Kimi delta", _KIMI_DELTA),
+    "BambaMixer": ("Mamba 2", _MAMBA_2),
+    "FalconH1Mixer": ("Mamba 2", _MAMBA_2),
+    "FalconMambaMixer": ("Mamba 1", _MAMBA_1),
+    "GraniteMoeHybridMambaLayer": ("Mamba 2", _MAMBA_2),
+    "JambaMambaMixer": ("Mamba 1", _SCAN),
+    "KimiLinearDeltaAttention": ("Kimi delta", _KIMI_DELTA),
+    "Lfm2MoeShortConv": ("convolution", _CONVOLUTION),
+    "Lfm2ShortConv": ("convolution", _CONVOLUTION),
+    "Lfm3ShortConv": ("convolution", _CONVOLUTION),
+    "Mamba2Mixer": ("Mamba 2", _MAMBA_2),
+    "MambaMixer": ("Mamba 1", _MAMBA_1),
+    "MiniMaxLightningAttention": ("lightning", _DECAYS),
+    "NemotronHMamba2Mixer": ("Mamba 2", _MAMBA_2),
+    "OlmoHybridGatedDeltaNet": ("gated delta", _GATED_DELTA),
+    "Qwen3NextGatedDeltaNet": ("gated delta", _GATED_DELTA),
+    "Qwen3_5GatedDeltaNet": ("gated delta", _GATED_DELTA),
+    "Qwen3_5MoeGatedDeltaNet": ("gated delta", _GATED_DELTA),
+    "Zamba2MambaMixer": ("Mamba 2", _MAMBA_2),
+    "ZambaMambaMixer": ("Mamba 1", _SCAN),
+}
+
+
+# Kinds of layers in configurations that have one mixer each.
+LISTED = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mamba2"})
+
+# Attentions that compute their scores themselves, by the folder of their modeling file (``own_attention``).
+SCORES = frozenset(
+    {
+        "big_bird.BigBirdSelfAttention",
+        "codegen.CodeGenAttention",
+        "falcon.FalconAttention",
+        "gpt_neo.GPTNeoSelfAttention",
+        "gpt_neox_japanese.GPTNeoXJapaneseAttention",
+        "gptj.GPTJAttention",
+        "megatron_bert.MegatronBertSelfAttention",
+        "mvp.MvpAttention",
+        "openai.Attention",
+        "rembert.RemBertSelfAttention",
+        "roformer.RoFormerSelfAttention",
+        "trocr.TrOCRAttention",
+        "xglm.XGLMAttention",
+    }
+)
+# Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
+KEEP_POSITIONS = (
+    "CohereCompassAttention",
+    "GPTBigCodeAttention",
+    "GraniteMoeHybridAttention",
+    "Llama4TextAttention",
+    "MoshiAttention",
+    "ModernBertAttention",
+    "MultiHeadAttention",  # CTRL
+    "NemotronAttention",
+    "PersimmonAttention",
+    "WhisperAttention",
+    "ZambaAttention",
+)
+_NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
+# Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
+_COUNTED = frozenset(
+    {
+        "BartLearnedPositionalEmbedding",
+        "BigBirdPegasusLearnedPositionalEmbedding",
+        "BlenderbotLearnedPositionalEmbedding",
+        "BlenderbotSmallLearnedPositionalEmbedding",
+        "MBartLearnedPositionalEmbedding",
+        "MarianSinusoidalPositionalEmbedding",
+        "MvpLearnedPositionalEmbedding",
+        "PLBartLearnedPositionalEmbedding",
+        "PegasusSinusoidalPositionalEmbedding",
+        "RoFormerSinusoidalPositionalEmbedding",
+        "TrOCRLearnedPositionalEmbedding",
+    }
+)
+SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
+
+_ALIBI = "adds biases by distance (ALiBi) to its attention scores, which no kernel here takes"
+_CODEBOOKS = "reads several codebooks for each token, not one row of ids"
+_COMPRESSED = "its queries see keys that sum up groups of tokens, which cross the shards' borders"
+_INKLING = "it convolves keys and values over tokens, and adds biases by distance to its attention scores"
+# By the name of the class that defines a part's forward.
+REFUSED_PARTS: Mapping[str, str] = {
+    "BigBirdBlockSparseAttention": "attends to random blocks of the sequence (set attention_type='original_full')",
+    "BloomAttention": _ALIBI,
+    "BltCrossAttention": "attends to patches of bytes, whose borders the model finds in the whole sequence",
+    "CpmAntModel": "adds biases by position to its attention scores, which no kernel here takes",
+    "DogeAttention": "makes its mask from the values of the keys that it gets",
+    "FalconAttention": _ALIBI,
+    "MptAttention": _ALIBI,
+    "MusicgenDecoder": _CODEBOOKS,
+    "MusicgenMelodyDecoder": _CODEBOOKS,
+    "ProphetNetDecoder": "attends to several streams of predicted tokens (n-grams)",
+    "ReformerAttention": "sorts the tokens of the whole sequence into buckets (LSH attention)",
+    "RwkvSelfAttention": "is a recurrence with a shift of tokens (RWKV) whose state is not passed between ranks",
+    "XLMModel": "makes its mask from the padding among the ids that it gets",
+    "XLNetRelativeAttention": "adds biases by relative position to its attention scores, which no kernel here takes",
+    "ZayaCCAProjection": "convolves queries and keys over neighbouring tokens, which are not passed between ranks",
+    "xLSTMBackend": "is a recurrence (mLSTM) whose state is not passed between ranks",
+}
+# By the name in the configuration's list of layers.
+REFUSED_LAYERS: Mapping[str, str] = {
+    "compressed_sparse_attention": _COMPRESSED,
+    "heavily_compressed_attention": _COMPRESSED,
+    "hybrid_sliding": _INKLING,
+    "indexed_attention": "its indexer picks each query's keys by scores over the whole sequence (there is no mask "
+    "before the call)",
+    "recurrent": "it is a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
+}
+OTHER_LAYER = "such a layer mixes tokens without the attention"
+
+# PEFT adapters that treat each token independently, by module (without "peft.tuners.") and by the class that defines
+# the forward, which we read. A class name alone is not enough: one of PEFT's thirty classes called ``Linear`` averages
+# over all tokens of its input. Unlisted adapters, future ones included, are refused.
+ADAPTERS: Mapping[str, tuple[str, ...]] = {
+    "adalora.bnb": ("SVDLinear4bit", "SVDLinear8bitLt"),
+    "adalora.gptq": ("SVDQuantLinear",),
+    "adalora.layer": ("SVDLinear",),
+    "adamss.layer": ("Linear",),
+    "beft.layer": ("Linear",),
+    "boft.layer": ("Linear",),
+    "c3a.layer": ("C3ALinear",),
+    "deft.layer": ("DeftLinear",),
+    "delora.layer": ("DeloraLinear",),
+    "fourierft.layer": ("FourierFTLinear",),
+    "frod.layer": ("Linear",),
+    "glora.layer": ("GloraEmptyPath", "GloraLinear", "GloraLoraPath", "GloraScalarPath", "GloraVectorPath"),
+    "gralora.layer": ("Linear",),
+    "hira.bnb": ("Linear4bit", "Linear8bitLt"),
+    "hira.layer": ("Embedding", "Linear"),
+    "hra.layer": ("HRALinear",),
+    "ia3.bnb": ("Linear4bit", "Linear8bitLt"),
+    "ia3.layer": ("Linear",),
+    "ln_tuning.layer": ("LNTuningLayer",),
+    "loha.layer": ("LoHaLayer",),
+    "lokr.layer": ("LoKrLayer",),
+    "lora.aqlm": ("AqlmLoraLinear",),
+    "lora.arrow": ("ArrowLoraLinearLayer",),
+    "lora.awq": ("AwqLoraLinear",),
+    "lora.bnb": ("Linear4bit", "Linear8bitLt"),
+    "lora.dora": ("DoraEmbeddingLayer", "DoraLinearLayer"),
+    "lora.eetq": ("EetqLoraLinear",),
+    "lora.gptq": ("GPTQLoraLinear",),
+    "lora.hqq": ("HqqLoraLinear",),
+    "lora.layer": ("Embedding", "Linear", "ParamWrapper", "_LoraFactorsProxy", "_LoraParameterProxy"),
+    "lora.variants": ("BlockDiagonalLinear",),
+    "miss.layer": ("MissLinear",),
+    "oft.layer": ("Embedding", "Linear", "OFTRotationModule"),
+    "osf.layer": ("Linear",),
+    "peanut.layer": ("Linear",),
+    "psoft.layer": ("Linear", "OrthLayer"),
+    "randlora.bnb": ("Linear4bit", "Linear8bitLt"),
+    "randlora.layer": ("Linear",),
+    "road.bnb": ("Linear4bit", "Linear8bitLt"),
+    "road.layer": ("Linear",),
+    "shira.layer": ("Linear",),
+    "supertuning.layer": ("Linear",),
+    "tinylora.layer": ("Embedding", "Linear"),
+    "trainable_tokens.layer": ("TrainableTokensLayer",),
+    "unilora.layer": ("Linear",),
+    "vblora.layer": ("Linear",),
+    "vera.layer": ("Linear",),
+    "waveft.layer": ("WaveFTLinear",),
+}
+# These wrap a module to train a copy of it. The copy is a submodule, so it is checked separately.
+ADAPTER_WRAPPERS = ("peft.utils.other.AuxiliaryTrainingWrapper", "peft.utils.other.ModulesToSaveWrapper")
+_DRAWS = "draws random values for its weights, different on each rank"
+REFUSED_ADAPTERS = {
+    "lily.layer.Linear": "mixes tokens: it averages its routing over all tokens",
+    "boft.layer.MultiplicativeDropoutLayer": _DRAWS,
+    "oft.layer.MultiplicativeDropoutLayer": _DRAWS,
+    "poly.layer.Linear": _DRAWS,
+    "pvera.layer.Linear": "draws random values for its hidden states, different on each rank",
+}
+# LoRA variants: objects that compute instead of the layer.
+VARIANTS = (
+    "ArrowLinearVariant",
+    "BdLoraLinearVariant",
+    "DoraEmbeddingVariant",
+    "DoraLinearVariant",
+    "KasaLinearVariant",
+    "MiCAEmbeddingVariant",
+    "MiCALinearVariant",
+    "QALoraLinearVariant",
+)
+REFUSED_VARIANTS = {
+    "ALoraLinearVariant": "acts on the last tokens of the whole input (alora_offsets), but a rank has only a shard",
+    "MontecloraLinearVariant": _DRAWS,
+    "VeloraLinearVariant": "compresses along the mean of all tokens in its input, but a rank has only a shard",
+}
+UNKNOWN_ADAPTER = "is not among the PEFT adapters known to treat each token independently"
+
+
+def stock_class(module: nn.Module) -> Any:
+    """Return the class of a module before we replaced it."""
+    return getattr(module, "stock_class", type(module))
+
+
+def is_called(module: nn.Module, role: str) -> bool:
+    """Return whether the name of a module's class ends with ``role``."""
+    return type(module).__name__.endswith(role)
+
+
+def code_names(function: Any) -> frozenset[str]:
+    """Return the global names and attributes that a function uses, its decorators aside."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_names)
+
+
+def mechanism(module: nn.Module) -> str | None:
+    """Return the name of a known mixer's mechanism; None for any other module.
+
+    If another version of transformers calls other kernels, the mixer is unknown and is refused.
+    """
+    kind = stock_class(module)
+    name, called = _MIXERS.get(kind.__name__, (None, frozenset()))
+    return name if name is not None and code_names(kind.forward) & (KERNELS.keys() | _DECAYS) == called else None
+
+
+def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, mixer) for each known mixer inside a module."""
+    return ((name, part) for name, part in module.named_modules() if mechanism(part))
+
+
+def scores_itself(module: nn.Module) -> bool:
+    """Return whether a module is a known attention that computes its scores itself. One with ALiBi is not."""
+    kind = stock_class(module)
+    home, _, folder = kind.__module__.rpartition(".")[0].rpartition(".")
+    ours = home == "transformers.models" and f"{folder}.{kind.__name__}" in SCORES
+    return ours and not getattr(getattr(module, "config", None), "alibi", False)
+
+
+def gets_no_keywords(module: nn.Module) -> bool:
+    """Return whether a module is an attention that gets no keywords from its layer."""
+    return type(module).__name__ in _NOT_PASSED_ON or scores_itself(module)
+
+
+def is_counted(module: nn.Module) -> bool:
+    """Return whether a module embeds positions that the module around it counts."""
+    kind = stock_class(module)
+    return kind.__name__ in _COUNTED and kind.__module__.startswith("transformers.models.")
+
+
+def is_tempered(module: nn.Module) -> bool:
+    """Return whether an attention (Llama 4's) scales queries by their places, counted from the shard's start."""
+    own = type(module).__name__ == "Llama4TextAttention"
+    return own and bool(module.attn_temperature_tuning) and not module.use_rope
+
+
+def states_causal(module: nn.Module) -> bool:
+    """Return whether an attention says that it is causal. transformers takes one that says nothing for causal."""
+    default = getattr(module, "is_decoder", True) if scores_itself(module) else True
+    return bool(getattr(module, "is_causal", default))
