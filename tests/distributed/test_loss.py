@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from burst_attention import Mask, Strategy, make_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
@@ -310,7 +311,9 @@ def of_a_model(name):
     (log_probs.square().mean() - entropy.mean()).backward()
     shard = hf.shard_batch(batch, plans)
     hidden = ours.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plans, use_cache=False)[0]
-    result = hf.token_log_probs(ours, hidden, shard["shift_labels"], plans, temperature=0.8, outputs=ALL)
+    head, one = hf.find_head(ours), Plans.of(plans).one
+    how = {**head.options, "temperature": 0.8, "outputs": ALL}
+    result = token_log_probs(hidden, head.weight, shard["shift_labels"], one, **how)
     (result.log_probs.square().mean() - result.entropy.mean()).backward()
     errors = {"log_probs": relative(result.log_probs, log_probs), "entropy": relative(result.entropy, entropy)}
     for (key, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -332,7 +335,7 @@ def odd_model_on_rank_1():
     labels, hidden = plan.shard_labels(make_batch()["labels"]), torch.ones(2, plan.length, 32, dtype=torch.float64)
     model = torch.nn.Linear(2, 2) if plan.rank == 1 else make_model("llama")
     with pytest.raises(TypeError, match="model is a Linear, and its body or its head is not"):
-        hf.token_log_probs(model, hidden, labels, plan)
+        hf.next_token_loss(model, hidden, labels, plan)
 
 
 def test_a_model_without_a_head_on_one_rank_is_refused_on_all(pools):

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.batch import PlanCache
-from burst_attention.integrations.hf import seam_masks
+from burst_attention.integrations.hf import vision
 from burst_attention.integrations.hf.batch import rows_of
 from burst_attention.plan.mask import TokenGroups
 
@@ -165,10 +165,10 @@ def test_groups_of_joined_rows_have_different_numbers():
     """Models number the image groups of each row from 0; a window must not see one image in two rows."""
     groups = torch.tensor([[0, 0, -1, 1], [-1, 0, 0, -1], [-1, -1, -1, -1]])
     rows = rows_of({"input_ids": torch.ones(3, 4, dtype=torch.int64)}, ranks=1)
-    joined = seam_masks._numbers(groups, replace(rows, joined=True))
+    joined = vision._numbers(groups, replace(rows, joined=True))
     assert joined.tolist() == [0, 0, -1, 1, -1, 2, 2, -1, -1, -1, -1, -1]
     assert TokenGroups.of(joined).reach == 2
-    assert seam_masks._numbers(groups[:1], rows).tolist() == [0, 0, -1, 1]
+    assert vision._numbers(groups[:1], rows).tolist() == [0, 0, -1, 1]
 
 
 def test_no_value_is_read_alone():

@@ -139,10 +139,9 @@ def test_a_form_that_the_loss_can_not_compute_is_refused_by_name(name):
     model, plan = changed(change), make_plan(SEQLEN)
     shard = hf.shard_batch(make_batch(), plan)
     hidden = torch.zeros(2, SEQLEN, SMALL["hidden_size"], dtype=torch.float64)
-    for call in (hf.next_token_loss, hf.next_token_nll):
-        with pytest.raises(ValueError, match=message) as raised:
-            call(model, hidden, shard["shift_labels"], plan)
-        assert "NextYearsForCausalLM" in str(raised.value)
+    with pytest.raises(ValueError, match=message) as raised:
+        hf.next_token_loss(model, hidden, shard["shift_labels"], plan)
+    assert "NextYearsForCausalLM" in str(raised.value)
 
 
 def test_hidden_states_changed_before_the_head_are_refused():
@@ -189,8 +188,6 @@ def test_each_loss_and_the_trainers_model_compute_the_same(name):
     given = {"position_ids": shard["position_ids"], "plan": plan, "use_cache": False}
     logits = model(shard["input_ids"], **given).logits
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    nll = hf.next_token_nll(model, model.model(shard["input_ids"], **given)[0], labels, plan, chunk_tokens=11)
-    assert (nll.flatten() - expected).abs().max() <= 1e-12
     trained, mean = NextTokenModel(model, choose("burst")), expected.sum() / (labels != -100).sum()
     assert abs(trained(shard, plans) - mean) <= 1e-12
     assert (trained(shard, plans, per_token=True).flatten() - expected).abs().max() <= 1e-12

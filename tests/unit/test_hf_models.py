@@ -44,6 +44,7 @@ from burst_attention.testing import WorkerError, local_world
 from burst_train.data.tokenizer import ByteTokenizer
 from burst_train.step.model import model_config
 from tests.support.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
+from tests.tools import families
 
 
 def over_ranks(call, world=2):
@@ -563,3 +564,17 @@ def test_a_whole_batch_without_a_label_warns_once():
     with local_world(1) as ranks:
         losses, told = ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))[0]
     assert losses == [0.0, 0.0] and len(told) == 1 and "its loss is 0" in told[0]
+
+
+def test_moshi_runs_beyond_the_window_of_its_configuration():
+    """Its layers use none in transformers, and so on shards."""
+    config = families.tiny_config("moshi")
+    model = families.model_class("moshi")(config).double().eval()
+    ids = torch.randint(3, families.VOCABULARY, (1, 4 * config.sliding_window))
+    alone = model(ids, labels=ids).loss
+    assert abs(hf.parallelize(model)(input_ids=ids, labels=ids).loss - alone) <= 1e-6
+
+
+def test_a_model_without_a_head_names_the_class_to_load():
+    with pytest.raises(TypeError, match=r"model is a LlamaModel, and .* load it by AutoModelForCausalLM"):
+        hf.parallelize(make_model("llama").model)

@@ -24,7 +24,7 @@ except ImportError as error:
 from burst_attention.attention.batch import shard_batch
 
 from .attention import register
-from .heads import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
+from .heads import find_form, find_head, next_token_loss
 from .memory import Memory
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
@@ -42,11 +42,9 @@ __all__ = [
     "find_head",
     "layer_windows",
     "next_token_loss",
-    "next_token_nll",
     "parallelize",
     "register",
     "shard_batch",
-    "token_log_probs",
     "token_wise",
     "unparallelize",
 ]

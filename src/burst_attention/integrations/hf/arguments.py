@@ -94,11 +94,7 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return other values of each token [B, S], by name, that the body needs.
-
-    Raises:
-        ValueError: the model derives positions from the whole sequence's ids, but documents come without positions.
-    """
+    """Return other values of each token [B, S], by name, that the body needs."""
     if vision.language_model_of(model) is not None:
         return {}
     found = {name: given[name] for name in TOKENS if name in given}

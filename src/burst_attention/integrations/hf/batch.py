@@ -205,11 +205,7 @@ def _targets(
 def _starts(
     batch: Mapping[str, Any], host: Mapping[str, np.ndarray], ids: torch.Tensor, real: np.ndarray | None
 ) -> np.ndarray | None:
-    """Return bool [B, S], True where a document begins inside a row; None if no row has a second document.
-
-    Raises:
-        ValueError: two entries describe different documents.
-    """
+    """Return bool [B, S], True where a document begins inside a row; None if no row has a second document."""
     said = {}
     if "position_ids" in host:
         said["position_ids"] = _restarts(host["position_ids"], real)

@@ -20,7 +20,7 @@ from burst_attention.attention.plan import Plan
 from . import arguments, converted, heads, known, models, stub_forward, vision
 from .batch import rows_of
 from .checks import shown
-from .dealt import DealtCache, Step
+from .dealt import Step
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
@@ -40,7 +40,7 @@ _RANDOM = "the state of the random generator"
 class _CachedCall:
     """A call that all ranks have agreed on."""
 
-    cache: DealtCache
+    cache: Any
     ids: Tensor  # [B, n], the new tokens
     mask: Tensor | None  # [B, S], zeros for padding in front; None without padding
     past: int  # columns in the cache
@@ -54,13 +54,8 @@ class _CachedCall:
         return (self.mask == 0).sum(1).cpu()
 
 
-def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: DealtCache) -> None:
-    """Agree on a call of ``generate`` with the other ranks, before it begins.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported with this cache; on every rank.
-        DisagreementError: prompts, settings or random states differ between ranks.
-    """
+def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> None:
+    """Agree on a call of ``generate`` with the other ranks, before it begins."""
     base: Plan = model._burst.plans.base
     with base.agreement.entering("generate"):
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
@@ -86,9 +81,6 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
 
     Returns:
         ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
-
-    Raises:
-        TypeError, ValueError, DisagreementError: on every rank, before anything moves.
     """
     call = _agreed(model, args, kwargs, weights)
     count = call.ids.shape[1]
@@ -113,7 +105,7 @@ def _agreed(
     base: Plan = state.plans.base
     with base.agreement.entering("the model with a cache"):
         given = arguments.named(model, args, kwargs)
-        cache: DealtCache = given["past_key_values"]
+        cache: Any = given["past_key_values"]
         _check_keywords(model, given)
         state.check_parts(model)
         _check_model(model)
@@ -164,7 +156,7 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
         _run(body, plan.shard(ids[:, start:stop], 1), positions, plans, call.cache)
 
 
-def _later_plans(base: Plan, cache: DealtCache, count: int) -> Plans:
+def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
     """Return plans of ``count`` tokens that follow those of the cache, one for each reach of its layers."""
     first, plans = cache.get_seq_length(), {}
     for reach, held in cache.stretches().items():
@@ -185,7 +177,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     return head.logits(hidden.to(head.weight.dtype) if head.weight.dtype.itemsize < hidden.dtype.itemsize else hidden)
 
 
-def _run(body: Any, ids: Tensor, positions: Tensor, plan: Plans | Step, cache: DealtCache) -> Any:
+def _run(body: Any, ids: Tensor, positions: Tensor, plan: Plans | Step, cache: Any) -> Any:
     given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": cache, "use_cache": True}
     return stub_forward.run_body(body, **given)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,9 +94,11 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
         if wanted not in plan and _reach(wanted, Plans.of(plan).one) is None:
             wanted = None
         if wanted not in plan:
+            ours = getattr(plan, "positions", None) is not None
+            remedy = f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
             raise ValueError(
                 f"sliding_window={wanted} of the layer is not among the plans' windows {sorted(plan, key=str)}; "
-                f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
+                + ("set layer_types and sliding_window of the configuration to what its layers use" if ours else remedy)
             )
         plan = plan[wanted]
     stated = window is not UNSTATED and window != plan.mask.window
@@ -180,18 +181,6 @@ def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None
             continue
         remedy = _REFUSED.get(name, "its effect on the attention is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
-
-
-def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse an attention function of the caller that doesn't take the layer's soft cap or sinks."""
-    if len(options) > 1:
-        taken = inspect.signature(attend).parameters
-        open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        for name in options.keys() - taken.keys() if not open_ended else ():
-            raise ValueError(
-                f"{name}={shown(options[name])} of the layer: the attention {getattr(attend, '__name__', attend)!r} "
-                "does not take it; use burst_attention"
-            )
 
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:

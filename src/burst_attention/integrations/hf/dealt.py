@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,26 +11,13 @@ from torch import Tensor
 from transformers import Cache
 
 from burst_attention.attention.batch import Chunked, Reach
-from burst_attention.attention.plan import Plan
 from burst_attention.recurrence.exchange import Past
 
 from . import checks
 
 
 class DealtCache(Cache):
-    """A cache that each rank holds a part of. ``hf.parallelize`` models fill it, and ``generate`` takes it."""
-
-    @abstractmethod
-    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]]) -> None:
-        """Refuse a model that the cache does not belong to. ``weights`` returns digests of its whole weights."""
-
-    @abstractmethod
-    def move(self, device: torch.device) -> None:
-        """Move what this rank holds to the device of the model's inputs."""
-
-    @abstractmethod
-    def check_batch(self, padding: Tensor) -> None:
-        """Refuse a batch other than that of earlier calls. ``padding``: int64 [B], columns before each row's tokens."""
+    """A cache that each rank holds a part of: the base of :class:`burst_attention.inference.ShardedCache`."""
 
     @contextmanager
     def recurring(self, number: int) -> Iterator[Past]:
@@ -43,28 +29,6 @@ class DealtCache(Cache):
         self.update_conv_state(past.columns, number, conv_kernel_size=past.columns.shape[2])
         if past.state is not None:
             self.update_recurrent_state(past.state, number)
-
-    prefill_chunk: int | None  # compute at most this many tokens of a long call at once
-    strided: bool  # a rank's columns are no stretches, as in a striped layout
-
-    @abstractmethod
-    def stretches(self) -> dict[Reach, list[list[range]]]:
-        """Return the columns of every rank's keys, by reach and by rank. Every rank must call it."""
-
-    @abstractmethod
-    def prefilling(self, plan: Plan, padding: Tensor, stop: int) -> AbstractContextManager[None]:
-        """Store the shards that the model computes inside this context, each rank its own.
-
-        A plan whose queries begin at position 0 begins a prompt of ``stop`` columns. Others follow tokens of the cache.
-        """
-
-    @abstractmethod
-    def stepping(self, count: int, padding: Tensor) -> AbstractContextManager[Step]:
-        """Take ``count`` tokens that every rank computes inside this context, each rank its own part of them."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks before a call."""
 
 
 class Step:

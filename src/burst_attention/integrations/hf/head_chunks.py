@@ -42,11 +42,7 @@ _COMPARED = 5  # tokens
 
 
 def by_heads(module: nn.Module, chunks: int) -> None:
-    """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place.
-
-    Raises:
-        ValueError: its heads can't be split so, or its projections are not among those that are known.
-    """
+    """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place."""
     structure, kind = _Structure(module, chunks), cast("Any", type(module))
     module.__class__ = subclass(_ByHeads, kind)
     module.structure = structure  # type: ignore[assignment]
@@ -177,11 +173,7 @@ class _Structure:
 
     @torch.no_grad()
     def compare(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Compare a few tokens with the module's own forward, once.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Compare a few tokens with the module's own forward, once."""
         if self._compared or isinstance(hidden, FakeTensor) or not hidden.shape[1]:
             return
         few = min(_COMPARED, hidden.shape[1])

@@ -7,7 +7,6 @@ return known numbers. We then compare the resulting logits with the forms that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,7 @@ from transformers import PreTrainedModel
 
 from burst_attention import loss
 from burst_attention.attention.batch import PlanArgument, Plans
-from burst_attention.attention.plan import Plan
-from burst_attention.loss import Head, LogitForm, TokenLogProbs
+from burst_attention.loss import Head, LogitForm
 
 from .stub_forward import Output, StandIn, body_name, twin_of
 
@@ -59,7 +57,8 @@ def next_token_loss(
         TypeError, ValueError: as :func:`burst_attention.loss.next_token_loss` and :func:`find_head`, on every rank.
     """
     one = Plans.of(plan).one
-    head = _head_for(model, one)
+    with one.agreement.entering("next_token_loss"):
+        head = find_head(model)
     return loss.next_token_loss(
         hidden,
         head.weight,
@@ -72,87 +71,19 @@ def next_token_loss(
     )
 
 
-def next_token_nll(
-    model: nn.Module,
-    hidden: Tensor,
-    shift_labels: Tensor,
-    plan: PlanArgument,
-    *,
-    ignore_index: int = -100,
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """Return the loss of each token of this rank's shard, [B, S_local], in nats.
-
-    Summed over all ranks and divided by the number of valid labels, it gives :func:`next_token_loss`. The arguments
-    are those of :func:`next_token_loss`. See also :func:`burst_attention.loss.next_token_nll`.
-
-    Raises:
-        TypeError, ValueError: a bad argument. The other ranks raise in their next call with this plan.
-    """
-    one = Plans.of(plan).one
-    head = _head_for(model, one)
-    return loss.next_token_nll(
-        hidden, head.weight, shift_labels, one, **head.options, ignore_index=ignore_index, chunk_tokens=chunk_tokens
-    )
-
-
-def token_log_probs(
-    model: nn.Module,
-    hidden: Tensor,
-    shift_labels: Tensor,
-    plan: PlanArgument,
-    *,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    outputs: Sequence[str] = ("log_probs", "entropy"),
-    chunk_tokens: int | None = None,
-) -> TokenLogProbs:
-    """Return log-probabilities and other values of each label of the whole sequence.
-
-    Args:
-        model, hidden, shift_labels, plan: as for :func:`next_token_loss`.
-        temperature, ignore_index, outputs, chunk_tokens: as for :func:`burst_attention.loss.token_log_probs`.
-
-    Returns:
-        The fields of :func:`burst_attention.loss.token_log_probs`: each [B, S - 1], the same on every rank.
-
-    Raises:
-        TypeError, ValueError: as :func:`burst_attention.loss.token_log_probs` and :func:`find_head`, on every rank.
-    """
-    one = Plans.of(plan).one
-    head = _head_for(model, one, "token_log_probs")
-    return loss.token_log_probs(
-        hidden,
-        head.weight,
-        shift_labels,
-        one,
-        **head.options,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        outputs=outputs,
-        chunk_tokens=chunk_tokens,
-    )
-
-
-def _head_for(model: nn.Module, plan: Plan, call: str = "next_token_loss") -> Head:
-    """Return the model's head. If it is refused, the other ranks raise too."""
-    with plan.agreement.entering(call):
-        return find_head(model)
-
-
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
     """Return the head of a causal language model of transformers. Exchanges nothing.
 
     Weight and bias are the model's parameters. Under FSDP they are whole only inside the root module's forward.
 
     Args:
-        model: the model, not its wrapper.
+        model: the model, or a PEFT model of it.
         form: an earlier result of :func:`find_form`, to save time. By default this function calls it.
 
     Raises:
         TypeError, ValueError: as :func:`find_form`.
     """
-    _, head = _linear_of(_owner(model))
+    _, head = _linear_of(_owner(_base(model)))
     return Head(head.weight, head.bias, find_form(model) if form is None else form)
 
 
@@ -167,6 +98,7 @@ def find_form(model: nn.Module) -> LogitForm:
         ValueError: no :class:`~burst_attention.loss.LogitForm` describes its logits. The message names the model's
             class and an example logit, or another reason.
     """
+    model = _base(model)
     check_untouched(model)
     owner = _owner(model)
     name, head = _linear_of(owner)
@@ -176,6 +108,12 @@ def find_form(model: nn.Module) -> LogitForm:
         _check_passed_on(model, owner, logits)
     form = _form(type(model).__name__, product, logits)
     return form if scale == 1 else replace(form, factor=scale * form.factor)
+
+
+def _base(model: Any) -> Any:
+    """Return the model inside of a PEFT model; other models themselves."""
+    adapted = not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model")
+    return model.get_base_model() if adapted else model
 
 
 def _owner(model: Any) -> Any:
@@ -227,8 +165,8 @@ def _linear_of(model: Any) -> tuple[str, Any]:
     name = next((name for name, child in children.items() if child is head), None)
     if name is None or not body_name(model):
         raise TypeError(
-            f"model is a {kind}, and its body or its head is not among its modules; pass the causal language model "
-            "of transformers, not its wrapper (for a PEFT model: model.get_base_model())"
+            f"model is a {kind}, and its body or its head is not among its modules; load it by AutoModelForCausalLM "
+            "(or another class with a head), and pass that model, or a PEFT model of it, before DDP or FSDP wraps it"
         )
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise TypeError(
@@ -254,9 +192,16 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
     kind, tokens = type(model).__name__, product.shape[1]
     # These values are exact in every dtype that a model may cast to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
-    instead = _Product(head, product)
+    seen: list[Tensor] = []
+
+    def multiply(given: Tensor) -> Tensor:
+        seen.append(given.detach().cpu().double())
+        return product.clone()
+
     body = body_name(model)
-    twin = twin_of(model, {body: StandIn(model._modules[body], lambda *_, **__: Output(hidden)), name: instead})
+    twin = twin_of(
+        model, {body: StandIn(model._modules[body], lambda *_, **__: Output(hidden)), name: StandIn(head, multiply)}
+    )
     try:
         out = twin.forward(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         logits = out[0] if isinstance(out, tuple) else out.logits
@@ -265,9 +210,9 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
             f"{kind}.forward fails if stand-ins replace its {body} and {name} ({type(error).__name__}: {error}), so "
             "how it computes its logits is unknown; its loss can't be computed over shards"
         ) from error
-    seen = None if instead.seen is None else instead.seen.detach().cpu().double()
-    scale = float("nan") if seen is None or seen.shape != hidden.shape else (seen[0, 0, 0] / hidden[0, 0, 0]).item()
-    if seen is None or not torch.equal(seen, hidden * scale) or (scale != 1 and head.bias is not None):
+    found = seen[-1] if seen and seen[-1].shape == hidden.shape else torch.full_like(hidden, torch.nan)
+    scale = (found[0, 0, 0] / hidden[0, 0, 0]).item()
+    if not torch.equal(found, hidden * scale) or (scale != 1 and head.bias is not None):
         raise ChangedError(
             f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; its loss can't be computed "
             "over shards"
@@ -307,18 +252,3 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
 
 class ChangedError(ValueError):
     """A model's forward changes the hidden states before its head gets them."""
-
-
-class _Product:
-    """A stand-in for the head: returns ``product`` and records its input as ``seen``."""
-
-    def __init__(self, real: nn.Module, product: Tensor) -> None:
-        self._real, self._product = real, product
-        self.seen: Tensor | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        self.seen = hidden
-        return self._product.clone()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)

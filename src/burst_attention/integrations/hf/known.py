@@ -107,6 +107,8 @@ _COUNTED = frozenset(
         "TrOCRLearnedPositionalEmbedding",
     }
 )
+# Model types whose configuration has a window, but whose layers use none in transformers.
+WITHOUT_WINDOW = ("moshi",)
 SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
 
 _ALIBI = "adds biases by distance (ALiBi) to its attention scores, which no kernel here takes"

@@ -103,22 +103,19 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     window = getattr(config, "sliding_window", None)
     if window is not None and not causal:
         window += 1
-    if getattr(config, "use_sliding_window", True) is False:
+    unused = getattr(config, "model_type", None) in known.WITHOUT_WINDOW
+    if unused or getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     chunk = getattr(config, "attention_chunk_size", None)
-    known = {"sliding_attention": window, CHUNKED: Chunked(chunk) if chunk else None}
-    known["local"] = getattr(config, "window_size", None)  # GPT Neo
-    return [known.get(kind) for kind in kinds]
+    reaches = {"sliding_attention": window, CHUNKED: Chunked(chunk) if chunk else None}
+    reaches["local"] = getattr(config, "window_size", None)  # GPT Neo
+    return [reaches.get(kind) for kind in kinds]
 
 
 def is_causal(body: nn.Module) -> bool:
-    """Return whether the attention of a model's layers is causal, as they state; each call is compared with that.
-
-    Raises:
-        ValueError: some layers are causal, others not.
-    """
+    """Return whether the attention of a model's layers is causal, as they state; each call is compared with that."""
     attentions = ((name, each) for name, each in body.named_modules() if parts.attends(each))
     stated = {name: known.states_causal(each) for name, each in attentions if name.split(".")[-1] not in _OF_ENCODER}
     if getattr(getattr(body, "config", None), "is_decoder", False):

@@ -105,11 +105,7 @@ def answer(model: Any, body: Any, call: Call) -> Any:
 
 @torch.compiler.disable
 def answer_by_own(model: Any, body: Callable[[], Any], call: Call) -> Any:
-    """Run the model's own forward and loss on the whole batch's hidden states, and return their output.
-
-    Raises:
-        ValueError: the forward can't run around a parallel body, or its loss depends on padding.
-    """
+    """Run the model's own forward and loss on the whole batch's hidden states, and return their output."""
     return _around(model, body, call)
 
 
@@ -193,11 +189,7 @@ def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any
 
 
 def _head_of(model: Any) -> Head:
-    """Return the model's head with its whole weight.
-
-    Raises:
-        TypeError: FSDP gathers the weight only during a call of the head.
-    """
+    """Return the model's head with its whole weight."""
     head = heads.find_head(model, model._burst.form)
     if isinstance(head.weight, DTensor) and isinstance(model.get_output_embeddings(), FSDPModule):
         raise TypeError(

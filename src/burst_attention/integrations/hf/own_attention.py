@@ -40,11 +40,7 @@ class OwnAttention(nn.Module):
 
 
 def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run the forward of a known attention.
-
-    Raises:
-        ValueError: it does something unknown with its scores.
-    """
+    """Run the forward of a known attention."""
     given = [*args, *kwargs.values()]
     request = next((each for each in given if isinstance(each, MaskRequest)), None)
     args = [None if isinstance(each, MaskRequest) else each for each in args]
@@ -249,11 +245,7 @@ class _Scores:
         return scores.changed_by(getattr(func, "__name__", "").strip("_"), func, args, kwargs or {})
 
     def changed_by(self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what a torch function makes of the scores, its first argument unless noted.
-
-        Raises:
-            ValueError: the function is unknown.
-        """
+        """Return what a torch function makes of the scores, its first argument unless noted."""
         first = args[0] is self
         if name in ("matmul", "bmm") and first:
             return self @ args[1]

@@ -92,14 +92,14 @@ def parallelize(
     Raises:
         TypeError, ValueError: the model can't run on shards, or an argument is wrong; on every rank.
     """
-    adapted = _wrapper(model) is None and hasattr(model, "get_base_model")
+    adapted = not isinstance(model, torch._dynamo.OptimizedModule) and hasattr(model, "get_base_model")
     base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
     chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
     plan = make_plan(1, strategy=strategy, call=call_shape(base, chunks), group=group, timeout=timeout)
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
-        form = _check_model(model, base, plan)
+        form = _check_model(base, plan)
         memory = Memory() if memory is None else memory
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
@@ -169,20 +169,13 @@ def unparallelize(model: Model) -> Model:
     return model
 
 
-def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
-    """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized.
-
-    Raises:
-        TypeError, ValueError: it can't.
-    """
-    wrapper = _wrapper(model)
-    if wrapper:
-        raise TypeError(
-            f"model is already wrapped by {wrapper}; parallelize it first: model = hf.parallelize(model), then "
-            f"{wrapper}(model)"
-        )
+def _check_model(base: Any, plan: Plan) -> LogitForm | None:
+    """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized."""
     if not isinstance(base, PreTrainedModel):
-        raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
+        raise TypeError(
+            f"model is a {type(base).__name__}; pass a model of transformers, or a PEFT model of one, before DDP, FSDP "
+            "or torch.compile wraps it"
+        )
     if isinstance(base, _Parallel):
         raise ValueError(
             f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
@@ -201,15 +194,6 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
     return form
 
 
-def _wrapper(model: Any) -> str | None:
-    """Return the name of the model's wrapper (DDP, FSDP1, torch.compile), or None."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        return "torch.compile"
-    inner = getattr(model, "module", None) if isinstance(model, nn.Module) else None
-    wrapped = not isinstance(model, PreTrainedModel) and isinstance(inner, nn.Module)
-    return type(model).__name__ if wrapped else None
-
-
 def _check_own_forward(model: Any) -> None:
     """Refuse a forward set on the model, unless it computes the same results as ours.
 
@@ -224,11 +208,7 @@ def _check_own_forward(model: Any) -> None:
 
 
 def _is_causal(model: Any) -> bool:
-    """Return whether plans are causal. A vision-language model's own masks add the groups that see each other.
-
-    Raises:
-        ValueError: some layers are causal, others not.
-    """
+    """Return whether plans are causal. A vision-language model's own masks add the groups that see each other."""
     return vision.language_model_of(model) is not None or models.is_causal(vision.text_of(model))
 
 

@@ -50,22 +50,21 @@ def run_body(body: Any, **given: Any) -> Any:
 
 
 def has_stock_forward(model: Any) -> bool:
-    """Return whether the class's forward is transformers' code and computes its loss by ``loss_function``.
-
-    The class's name is not enough: a subclass, a decorator or an assignment to the class may replace its forward.
-    """
-    kind: Any = getattr(model, "stock_class", type(model))
-    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    forward = vars(owner)["forward"]
-    code = _stock_code(forward, f"{owner.__qualname__}.forward")
+    """Return whether the class's forward is transformers' code and computes its loss by ``loss_function``."""
+    code = _stock_forward(model)
     return code is not None and "loss_function" in code.co_names
 
 
 def is_stock(model: Any) -> bool:
     """Return whether the class's forward is transformers' code."""
+    return _stock_forward(model) is not None
+
+
+def _stock_forward(model: Any) -> CodeType | None:
+    # The class's name is not enough: a subclass, a decorator or an assignment to the class may replace its forward.
     kind: Any = getattr(model, "stock_class", type(model))
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    return _stock_code(vars(owner)["forward"], f"{owner.__qualname__}.forward") is not None
+    return _stock_code(vars(owner)["forward"], f"{owner.__qualname__}.forward")
 
 
 def has_stock_loss(model: Any) -> bool:
@@ -157,9 +156,6 @@ class Around:
             body: returns the body's results for the whole batch.
             entering: returns the context in which the forward's call of the body is checked.
             keep: whether attributes that the forward sets stay on the model.
-
-        Raises:
-            ValueError: the forward may give wrong results over ranks. The message says why.
         """
         prefix, state = body_name(self._model), [_random_state(self._model)]
         called: list[bool] = []

@@ -2,29 +2,33 @@
 
 Embeddings, vision tower and their merging run whole on each rank. The seam is the language model's forward: it gets
 whole hidden states, cuts this rank's tokens, and runs on them. Each rank's backward reaches the vision tower through
-its own tokens, so its gradients are shares of a sum, like those of all other parameters.
+its own tokens, so its gradients are shares of a sum, like those of all other parameters. Where the tokens of an image
+see each other both ways, the model makes its masks from the whole batch; they become masks of the plans.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import Plans, digest_of
+from burst_attention.attention.batch import PADDING, Chunked, Plans, Reach, digest_of
 from burst_attention.attention.plan import Plan
 
-from . import converted, seam_masks
+from . import converted
 from .batch import BatchRows
-from .checks import shown
+from .checks import MaskRequest, shown
 from .outputs import Call
 from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
 from .token_chunks import subclass
 
+_BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward
 _CALL = "_burst_call"
 _INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
 _UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
@@ -97,15 +101,11 @@ def restore(model: Any) -> None:
 def joins_rows(model: Any) -> bool:
     """Return whether rows of a batch may need different masks, so that they have to be one row of documents."""
     around, _ = _around(model)
-    return around is not None and seam_masks.sees_both_ways(around)
+    return around is not None and sees_both_ways(around)
 
 
 def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
-    """Refuse batches of a vision-language model that would have to be rearranged.
-
-    Raises:
-        ValueError: documents are packed, padding is in front, or positions are given.
-    """
+    """Refuse batches of a vision-language model that would have to be rearranged."""
     if given.get("position_ids") is not None:
         raise ValueError(
             "position_ids are refused: a vision-language model computes them from the whole batch; leave them out"
@@ -155,7 +155,7 @@ class _Seam(nn.Module):
             return super().forward(*args, **kwargs)
         with call.plan.agreement.entering("burst_attention", once=True):
             given = _whole(call, args, kwargs)
-            plans, mask = seam_masks.with_groups(call.plans, given.pop("attention_mask", None), call.rows)
+            plans, mask = with_groups(call.plans, given.pop("attention_mask", None), call.rows)
             shard = _cut(call.plan, given)
         plans = Plans(plans, positions=shard["position_ids"], rotary=True, masked=plans.masked)
         with converted.running(self, plans):
@@ -163,11 +163,7 @@ class _Seam(nn.Module):
 
 
 def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a language model's forward, their rows joined as the plan's are.
-
-    Raises:
-        ValueError: they are not those of the whole batch.
-    """
+    """Return the arguments of a language model's forward, their rows joined as the plan's are."""
     given = {name: value for name, value in kwargs.items() if value is not None and name not in _UNUSED}
     embeds, (batch, length) = given.get("inputs_embeds"), call.rows.shape
     if args or not isinstance(embeds, Tensor) or embeds.shape[:2] != (batch, length):
@@ -183,11 +179,7 @@ def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
 
 
 def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of the arguments of a language model's forward.
-
-    Raises:
-        ValueError: an argument is not among those that are known.
-    """
+    """Return this rank's part of the arguments of a language model's forward."""
     embeds, positions = given.pop("inputs_embeds"), given.pop("position_ids")
     at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(embeds.device)
     shard = {"inputs_embeds": embeds.index_select(1, at)}
@@ -219,3 +211,86 @@ def _own_rows(added: Any, rows: Tensor) -> Any:
     if isinstance(added, Mapping):
         return {layer: each.index_select(0, rows) for layer, each in added.items()}
     return [each.index_select(0, rows) for each in added]
+
+
+def sees_both_ways(module: Any) -> bool:
+    """Return whether the code of a module's forward may ask for groups of tokens that see each other both ways."""
+    forward = getattr(module, "stock_class", type(module)).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return not _BOTH_WAYS.isdisjoint(_words(forward.__code__))
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """Yield the names and the strings in a function's code."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        yield from [constant] if isinstance(constant, str) else constant if isinstance(constant, tuple) else ()
+
+
+def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
+    """Return the plans with the groups of tokens that the model's masks ask for, and masks without them.
+
+    Args:
+        plans: the plans of the call.
+        mask: what the language model got as ``attention_mask``: requests by kind of layer, one request, or anything.
+        rows: the batch.
+    """
+    asked = mask if isinstance(mask, Mapping) else {"": mask}
+    asked = {kind: _without_padding(each) for kind, each in asked.items() if isinstance(each, MaskRequest)}
+    groups: dict[Reach, torch.Tensor | None] = {}
+    for kind, each in asked.items():
+        reach = each.window if each.chunk is None else Chunked(each.chunk)
+        together = None if each.together is None else _numbers(each.together, rows)
+        known = groups.setdefault(reach, together)
+        if known is not together and (known is None or together is None or not torch.equal(known, together)):
+            raise ValueError(
+                f"attention_mask: layers with the same window {reach} ask for different groups of tokens, one of them "
+                f"{kind}; this is not supported"
+            )
+    made = {reach: _with_group(reach, each, groups.get(reach)) for reach, each in plans.items()}
+    for kind, each in asked.items():
+        _check_reach(kind, each, made)
+    masked = Plans(made, masked=any(each is not None for each in groups.values()))
+    if not isinstance(mask, Mapping):
+        return masked, None
+    return masked, {**mask, **{kind: replace(each, together=None) for kind, each in asked.items()}}
+
+
+def _with_group(reach: Reach, plan: Any, together: torch.Tensor | None) -> Any:
+    if together is None:
+        return plan
+    return plan.with_mask(replace(plan.mask, together=together))
+
+
+def _without_padding(request: MaskRequest) -> MaskRequest:
+    """Leave out the padding, which is behind the tokens, where no token sees it."""
+    return replace(request, foreign=tuple(each for each in request.foreign if each != PADDING))
+
+
+def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+    """Return each token's group as one row on the CPU; -1 for padding. Joined rows have different numbers."""
+    groups = together.cpu()
+    if rows.real is not None:
+        groups = torch.where(rows.real.cpu(), groups, -1)
+    if not rows.joined and not (groups == groups[:1]).all():
+        raise ValueError(
+            "attention_mask: rows of the batch ask for different groups of tokens, which is not supported for this "
+            "model; pass one row in each batch"
+        )
+    if not rows.joined:
+        return groups[0]
+    first = torch.arange(len(groups))[:, None] * (groups.max() + 1)  # models number the groups of each row from 0
+    return torch.where(groups < 0, groups, groups + first).flatten()
+
+
+def _check_reach(kind: str, request: MaskRequest, plans: Mapping[Reach, Any]) -> None:
+    """Refuse groups that see each other farther than the window, unless the window covers them."""
+    if request.together is None or request.window is None or not request.beyond:
+        return
+    longest = plans[request.window].mask.together.reach
+    if longest > request.window:
+        raise ValueError(
+            f"attention_mask: {kind or 'a layer'} asks for {longest} tokens that see each other, beyond its "
+            f"sliding_window={request.window}; use a model with a larger window"
+        )
