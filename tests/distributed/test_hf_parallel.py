@@ -441,10 +441,8 @@ def put_wrong(what):
         ("weights", "a sample of the weights"),
         ("forward", "in place of its class's forward"),
         ("hook", "has a hook"),
-        pytest.param(
-            "torch.compile", "model = hf.parallelize(model), then torch.compile(model)", marks=pytest.mark.long
-        ),
-        ("DistributedDataParallel", "model = hf.parallelize(model), then DistributedDataParallel(model)"),
+        pytest.param("torch.compile", "model is a OptimizedModule; pass a model of", marks=pytest.mark.long),
+        ("DistributedDataParallel", "model is a DistributedDataParallel; pass a model of transformers, or a PEFT"),
     ],
 )
 def test_a_mistake_is_refused_on_all_ranks(pools, what, message):

@@ -173,8 +173,8 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
     """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized."""
     if not isinstance(base, PreTrainedModel):
         raise TypeError(
-            f"model is a {type(base).__name__}; pass a model of transformers, or a PEFT model of one, before DDP, FSDP "
-            "or torch.compile wraps it"
+            f"model is a {type(base).__name__}; pass a model of transformers, or a PEFT model of one. Parallelize it "
+            "first, then wrap it by DDP, FSDP or torch.compile"
         )
     if isinstance(base, _Parallel):
         raise ValueError(
