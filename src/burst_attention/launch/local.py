@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
-from .memory import kills_for_memory, why_killed
 from .processes import ENDING, INTERRUPTED, KEYBOARD, UNSAVED, end_with, watch
 
 GRACE = 1.5  # seconds that ranks have to exit after a failure, and again after SIGTERM
@@ -157,7 +156,6 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     make: Callable[..., BaseProcess] = forked.Process if _forks() else spawned.Process
     processes: list[BaseProcess] = []
     forwarded: list[int] = []
-    kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
         """Tell the ranks that still run: by SIGTERM, or by :data:`KEYBOARD` for Ctrl-C."""
@@ -186,7 +184,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
                 )
                 processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
                 processes[-1].start()
-            failures = _wait_for_all(processes, Path(folder), kills)
+            failures = _wait_for_all(processes, Path(folder))
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
             if forwarded and all(failure.exitcode in (-signal.SIGTERM, -KEYBOARD) for failure in failures.values()):
@@ -256,13 +254,13 @@ class Failure:
     trace: str = ""
 
     @classmethod
-    def of(cls, rank: int, exitcode: int, folder: Path, kills: dict[str, int]) -> Failure:
-        """Read the rank's report, or describe its exit code. ``kills``: the out-of-memory kill counts from before."""
+    def of(cls, rank: int, exitcode: int, folder: Path) -> Failure:
+        """Read the rank's report, or describe its exit code."""
         report = folder / str(rank)
         if exitcode > 0 and report.exists():
             return cls(rank, exitcode, **json.loads(report.read_text("utf-8")))
         message = f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
-        message += f", {why_killed(kills)}" if exitcode == -signal.SIGKILL else ""
+        message += ", which the system sends when memory runs out" if exitcode == -signal.SIGKILL else ""
         return cls(rank, exitcode, time.time(), message)
 
     def order(self) -> tuple[bool, float]:
@@ -270,7 +268,7 @@ class Failure:
         return self.exitcode > 0, self.seconds
 
 
-def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[str, int]) -> dict[int, Failure]:
+def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, Failure]:
     """Wait until all ranks succeeded or some failed; return the failures by rank."""
     waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
     failures: dict[int, Failure] = {}
@@ -279,7 +277,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[st
             rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number here, as in `waiting`
             processes[rank].join()
             if (code := processes[rank].exitcode) and code not in (INTERRUPTED, UNSAVED):
-                failures[rank] = Failure.of(rank, code, folder, kills)
+                failures[rank] = Failure.of(rank, code, folder)
     return failures
 
 
@@ -290,7 +288,7 @@ def _end(
     _join(processes, patience)
     for rank, process in enumerate(processes):
         if process.exitcode and rank not in failures:
-            failures[rank] = Failure.of(rank, process.exitcode, folder, kills={})
+            failures[rank] = Failure.of(rank, process.exitcode, folder)
         elif process.is_alive():
             process.terminate()
     _join(processes, GRACE)

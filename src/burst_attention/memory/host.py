@@ -53,7 +53,12 @@ class HostStore:
         weakref.finalize(self, _wait_for, self._reading).atexit = False
 
     def put(self, x: Tensor) -> HostTicket:
-        """Start to copy ``x``; see :meth:`Store.put`."""
+        """Start to copy ``x``, which nothing may change afterwards; return a ticket.
+
+        Raises:
+            OffloadError: an earlier copy failed.
+            ValueError: ``x`` is not on a GPU.
+        """
         self._check(x)
         self.release(MOST_WRITES - 1)
         x = x.detach()
@@ -69,7 +74,7 @@ class HostStore:
         return ticket
 
     def fetch(self, ticket: HostTicket) -> None:
-        """Start to copy the tensor back; see :meth:`Store.fetch`."""
+        """Start to copy the tensor back. A tensor that was read ahead and not taken is dropped."""
         if ticket.ahead is not None or ticket.held is not None:
             return
         if self._ahead is not None:
@@ -86,7 +91,13 @@ class HostStore:
         self._reading.append(ticket.ahead)
 
     def get(self, ticket: HostTicket) -> Tensor:
-        """Return the tensor; see :meth:`Store.get`. The current stream waits for it, the process does not."""
+        """Return a new tensor with the bits, shape, dtype and device of ``x`` and without a gradient.
+
+        The current stream waits for it, the process does not.
+
+        Raises:
+            OffloadError: the copy failed.
+        """
         if ticket.held is not None:
             x = ticket.held
             self._give_up(ticket)
@@ -100,7 +111,7 @@ class HostStore:
         return x
 
     def free(self, ticket: HostTicket) -> None:
-        """Drop the copy. Its buffer is used again by a later copy on the same stream."""
+        """Let a later copy on the same stream use the buffer. Garbage collection may call it at any time."""
         ticket.copy = None
 
     def release(self, most: int) -> None:

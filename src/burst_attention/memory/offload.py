@@ -20,7 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .disk import DiskStore
 from .host import HostStore
-from .store import Store
+
+Store = HostStore | DiskStore
 
 HOST, DISK = "host", "disk:"
 
@@ -43,7 +44,7 @@ class Offloading:
     """Saves chosen tensors in a store, which keeps the copies. A rank whose store fails raises alone."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store: Any = store  # tickets belong to their store
         self._last: weakref.ref[_Saved] | None = None
 
     def hooks(self, *tensors: Tensor) -> saved_tensors_hooks:

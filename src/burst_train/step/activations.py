@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.comm.agreement import Agreement
 from burst_attention.integrations import hf
-from burst_attention.memory.store import Store
+from burst_attention.memory.offload import Store
 
 from ..memory import MemoryConfig
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.call import keep_attention
-from burst_attention.memory.offload import Offloading, check_place, offloading
-from burst_attention.memory.store import Store
+from burst_attention.memory.offload import Offloading, Store, check_place, offloading
 
 from . import head_chunks, known, token_chunks
 
