@@ -19,8 +19,7 @@ import torch.distributed as dist
 from burst_attention import Hardware, Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.attention import prepare
 from burst_attention.comm.transport import Pending, Receive
-from burst_attention.kernels.aten import Aten
-from burst_attention.kernels.aten_ops import CpuFlash
+from burst_attention.kernels.aten import Aten, CpuFlash
 from burst_attention.kernels.reference import Reference
 from burst_attention.testing import WorkerPool, local_world
 

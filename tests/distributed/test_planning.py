@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.new_plan import single_rank_plan
-from burst_attention.kernels.aten_ops import CpuFlash
+from burst_attention.kernels.aten import CpuFlash
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import torch_attention

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.attention import prepare
-from burst_attention.kernels import aten, aten_ops, choose, explain, flash, prove
+from burst_attention.kernels import aten, choose, explain, flash, prove, windowed
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
 from burst_attention.kernels.remembered import Remembered
@@ -236,8 +236,9 @@ def kernel_over(name: str, installed, monkeypatch):
     if name.startswith("flash"):
         installed(int(name[-1]), FLASH[int(name[-1])])
         return Windowed(flash.flash_ops(int(name[-1])))
-    monkeypatch.setattr(aten_ops, "_aten", Emulated())
-    ops = {"aten-flash": aten_ops.CudaFlash, "aten-cudnn": aten_ops.Cudnn, "aten-efficient": aten_ops.Efficient}[name]()
+    for module in (aten, windowed):
+        monkeypatch.setattr(module, "_aten", Emulated())
+    ops = {"aten-flash": windowed.CudaFlash, "aten-cudnn": aten.Cudnn, "aten-efficient": aten.Efficient}[name]()
     return Windowed(ops) if name == "aten-flash" else aten.Aten(ops)
 
 
@@ -530,7 +531,7 @@ def test_a_soft_cap_goes_to_a_kernel_that_has_one(installed):
         with pytest.raises(ValueError, match=f"kernel='{name}' has no soft cap"):
             choose(name, device=CPU, dtype=torch.float32, softcap=2.0)
     with pytest.raises(ValueError, match="kernel='aten-flash' has no soft cap"):
-        Windowed(aten_ops.CudaFlash()).capped(2.0)
+        Windowed(windowed.CudaFlash()).capped(2.0)
     for generation, has in ((2, True), (3, False), (4, False)):  # the emulated versions
         installed(generation, FLASH[generation])
         kernel = Windowed(flash.flash_ops(generation))
@@ -629,7 +630,7 @@ def test_the_kernel_of_a_call_follows_its_mask(monkeypatch):
 
 def test_gradients_of_repeated_heads_are_summed_in_fp32():
     gradient = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).view(1, 4, 1, 1)
-    total = aten_ops._summed(gradient, 1)
+    total = aten._summed(gradient, 1)
     assert total.dtype == torch.float32 and total.item() == 259  # bf16 has no 259
 
 
@@ -638,10 +639,10 @@ def test_gradients_of_repeated_heads_are_summed_in_fp32():
 )
 def test_a_backward_runs_where_products_are_fast(monkeypatch, dtype, products):
     """In fp32 it is more accurate too; a CPU that multiplies bf16 matrices fast keeps its results."""
-    monkeypatch.setattr(aten_ops, "has_bf16_products", lambda: products)
+    monkeypatch.setattr(aten, "has_bf16_products", lambda: products)
     taken = []
-    stock = aten_ops.CpuFlash.backward
-    monkeypatch.setattr(aten_ops.CpuFlash, "backward", lambda self, *x: taken.append(x[1].dtype) or stock(self, *x))
+    stock = aten.CpuFlash.backward
+    monkeypatch.setattr(aten.CpuFlash, "backward", lambda self, *x: taken.append(x[1].dtype) or stock(self, *x))
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for _ in range(4))
     plan = make_plan(64)

@@ -52,14 +52,13 @@ def _blockwise() -> Kernel:
 
 
 def _aten(ops: str, *, upcast: bool = False) -> Kernel:
-    from . import aten, aten_ops
+    from . import aten
 
-    return aten.Aten(getattr(aten_ops, ops)(), upcast)
+    return aten.Aten(getattr(aten, ops)(), upcast)
 
 
 def _aten_flash() -> Kernel:
-    from .aten_ops import CudaFlash
-    from .windowed import Windowed
+    from .windowed import CudaFlash, Windowed
 
     return Windowed(CudaFlash())
 

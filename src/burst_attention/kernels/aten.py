@@ -1,19 +1,20 @@
-"""Torch's fused attention kernels, tile by tile: flash on the CPU, cuDNN and memory-efficient on GPUs."""
+"""Torch's fused attention kernels, piece by piece: flash on the CPU, cuDNN and memory-efficient on GPUs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..plan.tile import Tiles
-from .aten_ops import AtenOps, MaskAndScale
 from .contract import band_seen
 from .pieces import Piece, split_into_pieces
-from .precision import accumulation_dtype, converted
+from .precision import DTYPES, WIDEST, accumulation_dtype, check_gpu, converted, no_dropout
 from .stock import Stock
 
 
@@ -81,3 +82,169 @@ def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
         top, left = tile.q_start - piece.q_start, tile.k_start - piece.k_start
         mask[top : top + tile.rows, left : left + tile.columns].masked_fill_(seen, 0.0)
     return mask[None, None]
+
+
+_aten = torch.ops.aten
+
+
+class MaskAndScale(NamedTuple):
+    """The mask and scale of a call.
+
+    Everything is visible, unless ``causal`` (a triangle aligned to the top left) or ``mask`` ([1, 1, rows, columns],
+    added to the scores) is set.
+    """
+
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+class AtenOps:
+    """A fused attention operator; it takes [B, H, S, D] of one head dimension and returns a natural-log lse."""
+
+    name: ClassVar[str]
+    multiple: ClassVar[int] = 8
+    widest: ClassVar[int | None] = None
+    takes_delta: ClassVar[bool] = False
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, dtype, range(8, 13))
+
+    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the backward of such inputs runs."""
+        return dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse [B, Hq, Sq] in fp32, or fp64 for fp64)."""
+        raise NotImplementedError
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        raise NotImplementedError
+
+
+def has_bf16_products() -> bool:
+    """Return whether torch multiplies bf16 matrices on this CPU by oneDNN; otherwise plain loops do in a backward."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@dataclass(frozen=True)
+class CpuFlash(AtenOps):
+    """``_scaled_dot_product_flash_attention_for_cpu`` (FlashAttention-2's algorithm, arXiv 2307.08691)."""
+
+    name: ClassVar[str] = "aten"
+    multiple: ClassVar[int] = 1
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
+        if dtype not in DTYPES:
+            raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
+
+    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Avoid half precision where its products are slow: fp16 everywhere, bf16 without AVX-512."""
+        slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bf16_products())
+        return torch.float32 if slow else dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Cudnn(AtenOps):
+    """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1].
+
+    It needs dO and out in the same memory order. It fails on a single query or key; :class:`Efficient` computes those.
+    """
+
+    name: ClassVar[str] = "aten-cudnn"
+    widest: ClassVar[int | None] = 128
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        if min(q.shape[2], k.shape[2]) == 1:
+            return Efficient().forward(q, k, v, seen)
+        k, v = (_repeated(x, q) for x in (k, v))
+        mask = _aligned(seen.mask, q, heads=1)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, mask, True, 0.0, seen.causal, False, scale=seen.scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if min(q.shape[2], k.shape[2]) == 1:
+            return Efficient().backward(dout, q, k, v, out, lse, seen)
+        heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous().unsqueeze(-1)
+        inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            *inputs, *no_dropout(q), mask, *lengths, 0.0, seen.causal, scale=seen.scale
+        )
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+@dataclass(frozen=True)
+class Efficient(AtenOps):
+    """``_scaled_dot_product_efficient_attention``: pads the lse's rows to a multiple of 32. Supports fp32 too.
+
+    Its backward assumes that ``out`` is [B, S, H, D] in memory and ignores its strides.
+    """
+
+    name: ClassVar[str] = "aten-efficient"
+    widest: ClassVar[int | None] = WIDEST
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q) for x in (k, v))
+        mask = _aligned(seen.mask, q, heads=q.shape[1])
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, 0.0, seen.causal, scale=seen.scale
+        )
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
+        padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 in padded rows
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        tail = (*no_dropout(q), 0.0, [True, True, True, False], seen.causal)
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=seen.scale
+        )
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, *, heads: int) -> Tensor | None:
+    """Return the mask as [B, heads, rows, columns] with rows aligned to 16 bytes, as GPU kernels require."""
+    if mask is None:
+        return None
+    columns = mask.shape[-1]
+    return pad(mask, (0, -columns % 8))[..., :columns].expand(q.shape[0], heads, -1, -1)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat key-value heads to the number of query heads."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """Reduce the gradient of :func:`_repeated` to ``heads`` key-value heads, summed in fp32."""
+    return gradient if gradient.shape[1] == heads else gradient.float().unflatten(1, (heads, -1)).sum(2)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .contract import CAPPING
-from .widths import check_gpu
+from .precision import check_gpu
 from .windowed import MULTIPLE, Window
 
 

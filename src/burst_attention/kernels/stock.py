@@ -14,9 +14,8 @@ from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs
 from .merge import blank_output, merge_, store_
 from .pieces import Piece
-from .precision import accumulation_dtype
+from .precision import accumulation_dtype, check_width, same_width
 from .surrogate import BackwardCall, GradientSums, backward_calls
-from .widths import check_width, same_width
 
 Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_start, k_stop)
 

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 from .contract import CAPPING
+from .precision import WIDEST, check_gpu, no_dropout
 from .stock import Ops, Stock
 
+_aten = torch.ops.aten
 MULTIPLE = 8  # of head dimensions: 16 bytes
 
 
@@ -139,3 +141,49 @@ class Windowed(Stock[Tile]):
 def _tokens_first(x: Tensor, where: slice) -> Tensor:
     """Return the selected rows as [B, rows, H, D], with a dense last dim."""
     return x[:, :, where].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class CudaFlash:
+    """Torch's FlashAttention-2, ``_flash_attention_forward``.
+
+    Its backward sums dQ in no fixed order unless ``torch.use_deterministic_algorithms(True)``.
+    """
+
+    name: ClassVar[str] = "aten-flash"
+    multiple: ClassVar[int] = MULTIPLE
+    widest: ClassVar[int] = WIDEST
+    takes_delta: ClassVar[bool] = False
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, dtype, range(8, 13))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        lengths = (None, None, q.shape[1], k.shape[1])
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (None, None, q.shape[1], k.shape[1])
+        dq, dk, dv = _aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, False, *no_dropout(q), scale=scale, **_sides(window)
+        )
+        return dq, dk, dv
+
+
+def _sides(window: Window) -> dict[str, int]:
+    left, right = (-1 if side is None else side for side in window)
+    return {"window_size_left": left, "window_size_right": right}

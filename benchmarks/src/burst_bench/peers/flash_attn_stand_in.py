@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_attention.kernels.aten_ops import CpuFlash
+from burst_attention.kernels.aten import CpuFlash
 
 VERSION = "2.8.3"  # the version whose signatures these functions have
 

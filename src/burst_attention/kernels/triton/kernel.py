@@ -13,7 +13,7 @@ from torch import Tensor
 from ...plan.tile import Tiles
 from ..contract import BackwardInputs, on_device_of
 from ..merge import blank_output
-from ..widths import WIDEST, check_width
+from ..precision import WIDEST, check_width
 from . import programs
 from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
