@@ -37,6 +37,7 @@ class Case:
     biased: bool = False
     factor: float = 1.0
     softcap: float | None = None
+    chunk: int | None = 3
     prompt: int = 0  # this many first tokens are not labels
     num_valid: float | None = None
     grad: float = 1.0
@@ -103,7 +104,7 @@ def run_case(case):
     labels[:, plan.positions < case.prompt] = -100
     if plan.rank in case.without:
         labels.fill_(-100)
-    options, fields = {"bias": bias, "chunk_tokens": 3, **case.form}, {}
+    options, fields = {"bias": bias, "chunk_tokens": case.chunk, **case.form}, {}
     if case.loss == "next token":
         value = next_token_loss(local, weight, labels, plan, num_valid=case.num_valid, **options)
     else:
@@ -140,12 +141,12 @@ CASES = {
     "shorter than the world": (3, Case(seqlen=2)),
     "one token": (2, Case(seqlen=1)),
     "fp32": (2, Case(dtype=torch.float32)),
-    "factor": (2, Case(factor=0.3)),
+    "factor": (2, Case(factor=0.3, chunk=1)),
     "softcap": (3, Case(softcap=2.5, without=(1,))),
     "bias": (2, Case(biased=True, layout="striped")),
     "bias, factor and softcap": (3, Case(biased=True, factor=-1.7, softcap=4, num_valid=9, grad=3.0, without=(0,))),
     "bias, factor and softcap in bf16": (2, Case(biased=True, factor=0.5, softcap=3.0, dtype=torch.bfloat16)),
-    "grpo": (2, Case("grpo")),
+    "grpo": (2, Case("grpo", chunk=None)),
     "grpo striped": (3, Case("grpo", layout="striped")),
     "grpo documents": (3, Case("grpo", cu_seqlens=(0, 1, 9, 9, 30, 41))),
     "grpo temperature": (2, Case("grpo", temperature=0.6, layout="contiguous")),
@@ -160,7 +161,7 @@ CASES = {
     "grpo bf16": (3, Case("grpo", dtype=torch.bfloat16, temperature=0.8, softcap=6.0)),
     "dpo": (2, Case("dpo", prompt=PROMPT, layout="striped", temperature=0.9)),
     "dpo with a shard of the prompt alone": (3, Case("dpo", prompt=25, layout="contiguous")),
-    "entropy": (1, Case("entropy", temperature=1.4)),
+    "entropy": (1, Case("entropy", temperature=1.4, chunk=1000)),
 }
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of gradients
 

@@ -27,13 +27,13 @@ from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import (
     FAMILIES,
     apart,
-    double_module,
     make_hybrid,
     one_process,
     over_ranks,
     relative,
     tokens,
 )
+from tests.tools import families
 
 DOCUMENTS = (0, 1, 2, 5, 31, 33, 61)  # shorter than a convolution, and longer than a rank's shard
 KINDS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")  # one of each mechanism
@@ -420,7 +420,7 @@ def test_borders_come_from_the_runs_before(width):
 
 def test_kernels_are_looked_up_at_each_call(monkeypatch):
     """A hub kernel or fla may replace a kernel later; the fused kernels, which take no state, are never called."""
-    module, called = double_module("bamba"), []
+    module, called = families.double_module("bamba"), []
 
     def fused(*args, **kwargs):
         raise AssertionError("the fused kernel takes no state")

@@ -147,36 +147,37 @@ def hold(config, expected, world):
     print(f"{expected / 2**20:.1f} MiB predicted, {ratios}")
 
 
-@pytest.mark.parametrize(
-    ("world", "remat"),
-    [(2, "layer"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "none"), (2, "keep-attention")))],
-)
-@pytest.mark.long
-def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path, world, remat):
-    """Heads stay whole: rates decide whether they are split, and a prediction doesn't know measured ones."""
-    length, whole = 250 * world, {"strategy": "ulysses_degree=1"}
-    config = config_for(corpus, model, tmp_path, length, remat=remat, **whole)
-    most = max(pools(world).run(most_of_tensors, config))
-    assert most == pytest.approx(predicted(model, length, world, remat=remat, **whole), rel=0.1)
+NARROW = {"intermediate_size": 128, "num_key_value_heads": 4}
+SLICED = {"remat": "keep-attention", "strategy": "ulysses_degree=2"}
+
+
+def case(mark, kind, sizes, world=2, **flags):
+    return pytest.param(kind, sizes, world, flags, marks=mark)
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "remat"),
+    ("kind", "sizes", "world", "flags"),
     [
-        (4, "keep-attention"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "none"), (1, "keep-attention"))),
+        case(pytest.mark.long, LlamaConfig, {}, remat="layer"),
+        case(pytest.mark.slow, LlamaConfig, {}, world=1, remat="none"),
+        case(pytest.mark.slow, LlamaConfig, {}, remat="keep-attention"),
+        # With head groups, a slice replaces q, k and v; under keep-attention it adds to the layer's input and out.
+        case(pytest.mark.long, LlamaConfig, NARROW, **SLICED),
+        case(pytest.mark.slow, LlamaConfig, NARROW, **SLICED | {"remat": "none"}),
+        case(pytest.mark.slow, LlamaConfig, NARROW | {"num_key_value_heads": 1}, **SLICED),
+        case(pytest.mark.long, Qwen3Config, {"head_dim": 32}, remat="keep-attention"),
+        case(pytest.mark.long, Qwen2Config, {"head_dim": 32}, remat="none"),
+        case(pytest.mark.long, MistralConfig, {"head_dim": 32}, remat="layer", mlp_chunks=4),
+        case(pytest.mark.long, LlamaConfig, {"vocab_size": 4096}, remat="none"),
     ],
 )
-@pytest.mark.long
-def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat, kv_heads):
-    """With head groups, the slice replaces q, k and v; under keep-attention it adds to the layer's input and out."""
-    sizes = SIZES | {"intermediate_size": 128, "num_key_value_heads": kv_heads}
-    folder, cut = tmp_path / "model", {"strategy": "ulysses_degree=2"}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
-    config = config_for(corpus, str(folder), tmp_path / "out", 500, remat=remat, **cut)
-    most = max(pools(2).run(most_of_tensors, config))
-    expected = predicted(str(folder), 500, 2, remat=remat, **cut)
-    assert most == pytest.approx(expected, rel=0.1)
+def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, tmp_path, kind, sizes, world, flags):
+    """The strategy is fixed: else rates decide whether heads are cut, and a prediction doesn't know measured ones."""
+    folder, flags = tmp_path / "model", {"strategy": "ulysses_degree=1"} | flags
+    AutoModelForCausalLM.from_config(kind(**SIZES | sizes)).save_pretrained(folder)
+    config = config_for(corpus, str(folder), tmp_path / "out", 250 * world, **flags)
+    most = max(pools(world).run(most_of_tensors, config))
+    assert most == pytest.approx(predicted(str(folder), 250 * world, world, **flags), rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -205,34 +206,33 @@ def test_the_fullest_rank_of_a_balanced_row_is_predicted(pools, tailed, model, t
     assert most == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("length", [700, 1_000, 1_500])
-@pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
-def test_the_peak_is_as_predicted_at_three_lengths(corpus, model, tmp_path, length, world, remat):
-    expected = predicted(model, length * world, world, remat=remat)
-    hold(config_for(corpus, model, tmp_path, length * world, remat=remat), expected, world)
+WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+CHUNKS = {"batch": 64, "remat": "layer", "attention_chunks": 2, "mlp_chunks": 8}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("tokens", "remat"), [(256, "none"), (512, "layer")])
-def test_the_peak_is_as_predicted_where_weights_are_most_of_it(corpus, tmp_path, tokens, world, remat):
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+@pytest.mark.parametrize(
+    ("sizes", "length", "world", "flags"),
+    [
+        *(
+            ({}, length * world, world, {"remat": remat})
+            for length, world, remat in itertools.product(
+                (700, 1000, 1500), (1, 2), ("none", "layer", "keep-attention")
+            )
+        ),
+        # Weights are most of it.
+        *((WIDE, 256, world, {"remat": "none", "batch": 1}) for world in (1, 2)),
+        *((WIDE, 512, world, {"remat": "layer", "batch": 1}) for world in (1, 2)),
+        ({"num_hidden_layers": 8}, 600, 2, CHUNKS),
+        *(({"num_hidden_layers": 8}, 300 * world, world, CHUNKS | {"offload": "disk"}) for world in (2, 4)),
+    ],
+)
+def test_the_peak_is_as_predicted(corpus, tmp_path, sizes, length, world, flags):
     folder = tmp_path / "model"
+    flags = flags | ({"offload": f"disk:{tmp_path}"} if "offload" in flags else {})
     LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).save_pretrained(folder)
-    config = config_for(corpus, str(folder), tmp_path / "out", tokens, remat=remat, batch=1)
-    hold(config, predicted(str(folder), tokens, world, batch=1, remat=remat), world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "offload"), [(2, False), (2, True), (4, True)])
-def test_the_peak_in_chunks_of_heads_is_as_predicted(corpus, tmp_path, world, offload):
-    folder, disk = tmp_path / "model", f"disk:{tmp_path}" if offload else "none"
-    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8})).save_pretrained(folder)
-    flags = {"remat": "layer", "attention_chunks": 2, "mlp_chunks": 8, "offload": disk}
-    config = config_for(corpus, str(folder), tmp_path / "out", 300 * world, batch=64, **flags)
-    hold(config, predicted(str(folder), 300 * world, world, batch=64, **flags), world)
+    config = config_for(corpus, str(folder), tmp_path / "out", length, **flags)
+    hold(config, predicted(str(folder), length, world, **flags), world)
 
 
 @pytest.mark.long
@@ -262,25 +262,6 @@ def test_every_architecture_is_predicted(kind):
         assert tuple(parts) == PARTS and min(parts.values()) >= 0
     assert sum(half.values()) < 0.75 * sum(single.values())
     assert half["gradients"] == half["weights"], "kept from micro-step to micro-step"
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        (Qwen3Config, {"remat": "keep-attention"}),
-        (Qwen2Config, {"remat": "none"}),
-        (MistralConfig, {"remat": "layer", "mlp_chunks": 4}),
-        (LlamaConfig, {"remat": "none", "vocab_size": 4096}),
-    ],
-)
-@pytest.mark.long
-def test_the_tensors_of_every_family_are_as_predicted(pools, corpus, tmp_path, kind, more):
-    folder, flags = tmp_path / "model", {name: value for name, value in more.items() if name != "vocab_size"}
-    config = kind(**SIZES | {"head_dim": 32} | {name: more[name] for name in more if name == "vocab_size"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    asked = config_for(corpus, str(folder), tmp_path / "out", 500, strategy="ulysses_degree=1", **flags)
-    most = max(pools(2).run(most_of_tensors, asked))
-    assert most == pytest.approx(predicted(str(folder), 500, 2, strategy="ulysses_degree=1", **flags), rel=0.1)
 
 
 def test_what_no_formula_gives_is_not_predicted():

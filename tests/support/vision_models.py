@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from burst_attention.integrations.hf import vision
 from burst_attention.integrations.hf.stub_forward import body_of
-from tests.support.hybrid_models import double_module
 from tests.tools import families
 
 # Numbers of special tokens, all below families.VOCABULARY; ordinary tokens are smaller than the first.
@@ -91,7 +90,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float64, implementation: s
             part.p = 0.0
     if families.mixers_of(model):  # their decays and sums over the sequence magnify the fp32 in modeling files
         inner = vision.text_of(model)
-        exact = double_module(type(inner).__module__.split(".")[-2])
+        exact = families.double_module(type(inner).__module__.split(".")[-2])
         for part in inner.modules():
             part.__class__ = getattr(exact, type(part).__name__, type(part))
     if next(model.parameters()).device.type != "meta":

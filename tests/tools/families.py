@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from burst_attention.integrations.hf.parts import attention_configs, check_struc
 from burst_attention.integrations.hf.stub_forward import body_of, run_body
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
-from tests.support.hybrid_models import double_module
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
@@ -191,7 +191,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
                 shard["input_ids"],
                 shard["position_ids"],
                 plan=plan,
-                attend=partial(_noting, windows, mechanisms),
+                attend=functools.partial(_noting, windows, mechanisms),
             )
         loss = next_token_loss(hidden, head_of(hidden, width), shard["shift_labels"], full)
         loss.backward()
@@ -359,6 +359,26 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model
+
+
+@functools.cache
+def double_module(name: str) -> Any:
+    """transformers' modeling file of a package with its fp32 islands in fp64, so that rounding hides nothing."""
+    kind = f"transformers.models.{name}.modeling_{name}"
+    source = Path(importlib.util.find_spec(kind).origin).read_text()
+    source = re.sub(r"from \.\.\.(\w)", r"from transformers.\1", source)
+    source = re.sub(r"from \.\.\. import", "from transformers import", source)
+    source = re.sub(r"from \.\.(\w)", r"from transformers.models.\1", source)
+    source = re.sub(r"from \.(\w)", rf"from transformers.models.{name}.\1", source)
+    source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    source = re.sub(r"dtype=torch\.float\b(?!\d)", "dtype=torch.float64", source)
+    source = source.replace("@auto_docstring", "@_undocumented")
+    plain = "def _undocumented(f=None, **_):\n    return f if f is not None else (lambda g: g)\n"
+    source = source.replace("\nimport torch\n", f"\nimport torch\n\n{plain}\n", 1)
+    own = f"transformers_modules.modeling_{name}_64"
+    module = sys.modules[own] = importlib.util.module_from_spec(importlib.util.spec_from_loader(own, loader=None))
+    exec(compile(source, f"<{own}>", "exec"), module.__dict__)
+    return module
 
 
 def mixers_of(model: Any) -> set[str]:
