@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from ..comm.transport import Transport
 from ..kernels import choose
 from ..kernels.contract import Kernel
 from ..kernels.merge import blank_output, merge_
-from ..kernels.precision import accumulation_dtype
+from ..kernels.precision import accumulation_dtype, converted
 from ..plan.tile import Tiles
 from .prepare import with_sinks
 
@@ -73,9 +74,11 @@ def attend_dealt(
         dims = q.shape[3], v.shape[3]
         kernel = choose("auto", device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-        with torch.autocast(q.device.type, enabled=False):
-            own = _partial(q, k, v, seen, kernel, scale)
-    out, lse = _merged(own, transport, label)
+        device = q.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            out, lse = _partial(q, k, v, seen, kernel, scale)
+    if transport.world > 1:
+        out, lse = _merged(torch.cat([out, lse.unsqueeze(-1)], -1), transport, label)
     out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)
 
@@ -85,14 +88,21 @@ def dealt_bytes(*, world: int, batch: int, queries: int, q_heads: int, v_head_di
     return (world - 1) * batch * q_heads * queries * (v_head_dim + 1) * accumulation_dtype(dtype).itemsize
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float) -> Tensor:
-    """Return this rank's (out, lse) in one tensor [B, Hq, Sq, Dv + 1]."""
-    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's (out, lse)."""
+    dtype = accumulation_dtype(q.dtype)
+    if len(seen) == 1 and seen[0].rows == slice(0, len(q)):
+        keys, values = (x[:, :, seen[0].keys] for x in (k, v))
+        out, lse = kernel.forward(q, keys, values, seen[0].tiles, scale)
+        return converted(out, dtype), lse
+    out, lse = blank_output(q, v, q.shape[2], dtype)
     for each in seen:
         keys, values = (x[each.rows, :, each.keys] for x in (k, v))
         part_out, part_lse = kernel.forward(q[each.rows], keys, values, each.tiles, scale)
         merge_(out[each.rows], lse[each.rows], part_out, part_lse)
-    return torch.cat([out, lse.unsqueeze(-1)], -1)
+    return out, lse
 
 
 def _merged(own: Tensor, transport: Transport, label: str) -> tuple[Tensor, Tensor]:

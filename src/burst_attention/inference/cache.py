@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from burst_attention.attention.batch import Reach
-from burst_attention.attention.dealt import attend_dealt
+from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf.cached import SHORT, digest_text
@@ -45,6 +45,7 @@ class _Filling:
     slots: Any
     first: int
     stop: int
+    seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
 
 
 class ShardedCache(DealtCache):
@@ -357,7 +358,9 @@ class ShardedCache(DealtCache):
                 f"layer {self._last} attends to {key.shape[2]} keys, but the cache returned {held}; such models are "
                 "refused"
             )
-        seen = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
+        if layer.reach not in now.seen:
+            now.seen[layer.reach] = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
+        seen = now.seen[layer.reach]
         label = f"decoding, token {now.stop - 1}, layer {self._last}"
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
 

@@ -68,7 +68,8 @@ class Aten(Stock[Piece]):
 
 
 def _slice(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
-    return x[:, :, start:stop].flip(2) if reverse else x[:, :, start:stop]
+    x = x if stop - start == x.shape[2] else x[:, :, start:stop]
+    return x.flip(2) if reverse else x
 
 
 def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:

@@ -29,6 +29,9 @@ class Piece:
 def split_into_pieces(tiles: Tiles) -> Iterator[Piece]:
     """Cut tiles into disjoint pieces that cover them."""
     small: list[Tile] = []
+    if len(tiles) == 1 and _one_sided(only := next(iter(tiles))):
+        yield from _cut_band(only)
+        return
     for tile in tiles:
         if small and not _fits((*small, tile)):
             yield from _gathered(small)

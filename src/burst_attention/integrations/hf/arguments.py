@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ _REMEDIES = {
 def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments that are not None, by name."""
     kind = type(model).__name__
-    names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
+    names = [*stub_forward.parameters_of(model.stock_class.forward)]
     if len(args) > len(names):
         raise TypeError(f"{kind} takes at most {len(names)} positional arguments, got {len(args)}; pass them by name")
     placed = dict(zip(names, args, strict=False))

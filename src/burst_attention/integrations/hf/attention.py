@@ -161,7 +161,7 @@ def _request_mask(
 ) -> MaskRequest | None:
     """Describe the mask instead of building it; transformers calls this. None means plain causal."""
     model = models.running_model()
-    if model is not None:
+    if model is not None and not hasattr(model, "_burst"):  # hf.parallelize has checked it
         parts.check_attention_is_ours(model)
     causal, window, chunk, foreign = False, None, None, []
     together, beyond, found = None, False, list(_mask_parts(mask_function))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,32 +38,46 @@ _RANDOM = "the state of the random generator"
 
 
 @dataclass(frozen=True, eq=False)
+class Fit:
+    """A cache, and what its tokens need of the model. Between the tokens of one ``generate`` it does not change."""
+
+    cache: Any
+    body: Any
+    takers: list[Any]  # modules of the body that get plans other than by keywords
+    head: Any  # its linear layer
+    limits: tuple[int | None, int | None]  # tokens of its vocabulary, positions
+
+
+@dataclass(frozen=True, eq=False)
 class _CachedCall:
     """A call that all ranks have agreed on."""
 
+    fit: Fit
     cache: Any
     ids: Tensor  # [B, n], the new tokens
     mask: Tensor | None  # [B, S], zeros for padding in front; None without padding
+    padding: Tensor  # int64 [B]: the columns in front of each row's tokens, on the CPU
+    places: Tensor  # int64 [B, n]: the new tokens' positions, negative for padding
     past: int  # columns in the cache
     keep: int  # logits of this many last tokens
 
-    @property
-    def padding(self) -> Tensor:
-        """int64 [B]: the columns in front of each row's tokens."""
-        if self.mask is None:
-            return torch.zeros(len(self.ids), dtype=torch.int64, device="cpu")
-        return (self.mask == 0).sum(1).cpu()
 
+@contextmanager
+def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> Iterator[None]:
+    """Agree on a call of ``generate`` with the other ranks; inside this context, only the first token checks the model.
 
-def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> None:
-    """Agree on a call of ``generate`` with the other ranks, before it begins."""
+    Raises:
+        TypeError, ValueError: an argument is not supported with this cache; on every rank.
+        DisagreementError: prompts, settings or random states differ between ranks.
+    """
     base: Plan = model._burst.plans.base
     with base.agreement.entering("generate"):
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
-        ids = _prompt(model, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
+        limits = _limits(model)
+        ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
         settings = _settings(model, given)
         _check_mode(settings, given)
-        _check_positions_of(settings, model, ids.shape[1])
+        _check_positions_of(settings, limits[1], ids.shape[1])
         fields = {
             "the digest of input_ids": digest_of(ids),
             "the settings of generate": digest_text(settings.to_dict()),
@@ -70,6 +85,11 @@ def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
             **cache.describe(),
         }
     base.agreement.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+    model._burst.keeps_fit = True
+    try:
+        yield
+    finally:
+        model._burst.keeps_fit, model._burst.fit = False, None
 
 
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]) -> Any:
@@ -106,25 +126,60 @@ def _agreed(
     with base.agreement.entering("the model with a cache"):
         given = arguments.named(model, args, kwargs)
         cache: Any = given["past_key_values"]
-        _check_keywords(model, given)
-        state.check_parts(model)
-        _check_model(model)
-        cache.check(model, base, weights)
-        ids, past = _prompt(model, given.get("input_ids"), given), cache.get_seq_length()
-        _check_length(model, past + ids.shape[1])
-        keep = _kept(given, ids.shape[1])
-        call = _CachedCall(cache, ids, _padding_mask(given, past, ids), past, keep)
+        _check_keywords(given)
+        fit = state.fit
+        if fit is None or fit.cache is not cache:
+            fit = _fit(model, cache, weights)
+            state.fit = fit if state.keeps_fit else None
+        past = cache.get_seq_length()
+        ids = _prompt(fit.limits, given.get("input_ids"), given, past)
+        call = _call_of(given, fit, ids, past)
         cache.check_batch(call.padding)
         cache.move(ids.device)
         _check_positions(call, given.get("position_ids"))
-        fields = {
-            "the digest of input_ids": digest_of(ids),
-            "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
-            "logits_to_keep": keep,
-            **cache.describe(),
-        }
+        fields = {} if base.world == 1 else _fields(call)
     base.agreement.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
     return call
+
+
+def _fit(model: Any, cache: Any, weights: Callable[[], dict[str, str]]) -> Fit:
+    """Check that the model can fill the cache."""
+    state = model._burst
+    if torch.is_autocast_enabled(model.device.type):
+        raise ValueError(
+            "autocast is on: a cache over ranks needs one dtype; load the model in it: dtype=torch.bfloat16"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
+    state.check_parts(model)
+    _check_model(model)
+    cache.check(model, state.plans.base, weights)
+    body = vision.text_of(model)
+    return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
+
+
+def _limits(model: Any) -> tuple[int | None, int | None]:
+    """Return how many tokens the model's vocabulary has, and how many positions it can have."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return getattr(model.get_input_embeddings(), "num_embeddings", None), most
+
+
+def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _CachedCall:
+    mask = _padding_mask(given, past, ids)
+    padding = torch.zeros(len(ids), dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
+    places = torch.arange(past, past + ids.shape[1], device="cpu")[None] - padding[:, None]
+    keep = _kept(given, ids.shape[1])
+    return _CachedCall(fit, fit.cache, ids, mask, padding, places.to(ids.device), past, keep)
+
+
+def _fields(call: _CachedCall) -> dict[str, Any]:
+    """Return the values that must be equal on all ranks."""
+    return {
+        "the digest of input_ids": digest_of(call.ids),
+        "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
+        "logits_to_keep": call.keep,
+        **call.cache.describe(),
+    }
 
 
 def _prefill(model: Any, call: _CachedCall, count: int) -> int:
@@ -146,14 +201,14 @@ def _prefill(model: Any, call: _CachedCall, count: int) -> int:
 
 def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop: int) -> None:
     """Run the body on this rank's shard of the tokens ``ids[:, start:stop]``, for its keys and values alone."""
-    body, first = vision.text_of(model), call.past + start
+    first = call.past + start
     known = model._burst.plans
     plans = _later_plans(known.base, call.cache, stop - start) if first else known.get(stop, None)
     plan = plans.one
     positions = plan.positions.to(ids.device).repeat(len(ids), 1)
     plans = Plans(plans, positions=positions)
-    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]), converted.running(body, plans):
-        _run(body, plan.shard(ids[:, start:stop], 1), positions, plans, call.cache)
+    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]):
+        _run(call.fit, plan.shard(ids[:, start:stop], 1), positions, plans)
 
 
 def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
@@ -167,19 +222,19 @@ def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
 
 def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     """Run the body on the same tokens on every rank; return the logits of the last ones."""
-    body = vision.text_of(model)
-    columns = torch.arange(call.past + start, call.past + stop, device="cpu")
-    positions = (columns[None] - call.padding[:, None]).clamp(min=0).to(call.ids.device)
-    with call.cache.stepping(stop - start, call.padding) as step, converted.running(body, step):
-        hidden = _run(body, call.ids[:, start:stop], positions, step, call.cache)[0]
-    head = heads.find_head(model, model._burst.form)
+    positions = call.places[:, start:stop].clamp(min=0)
+    with call.cache.stepping(stop - start, call.padding) as step:
+        hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
+    linear = call.fit.head  # under FSDP2 its weight is whole only now
+    head = heads.Head(linear.weight, linear.bias, model._burst.form)
     hidden = hidden[:, -call.keep :]
     return head.logits(hidden.to(head.weight.dtype) if head.weight.dtype.itemsize < hidden.dtype.itemsize else hidden)
 
 
-def _run(body: Any, ids: Tensor, positions: Tensor, plan: Plans | Step, cache: Any) -> Any:
-    given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": cache, "use_cache": True}
-    return stub_forward.run_body(body, **given)
+def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
+    given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": fit.cache, "use_cache": True}
+    with converted.handing(fit.takers, plan):
+        return stub_forward.run_body(fit.body, **given)
 
 
 def _check_model(model: Any) -> None:
@@ -204,48 +259,37 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
+def _check_keywords(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in (*_TAKEN, *_SILENT) and value is not False:
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
     if given.get("use_cache") is False:
         raise ValueError("use_cache=False, but past_key_values is a cache; leave one of them out")
-    if torch.is_autocast_enabled(model.device.type):
-        raise ValueError(
-            "autocast is on: a cache over ranks needs one dtype; load the model in it: dtype=torch.bfloat16"
-        )
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
 
 
-def _prompt(model: Any, ids: Any, given: Mapping[str, Any]) -> Tensor:
-    """Return token ids [B, n] after their checks."""
+def _prompt(limits: tuple[int | None, int | None], ids: Any, given: Mapping[str, Any], past: int = 0) -> Tensor:
+    """Return token ids [B, n] after their checks. They follow ``past`` columns of the cache."""
     if given.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: embeddings computed outside of the model are not supported; pass input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         raise TypeError(f"input_ids={shown(ids)} must be a tensor of token ids [batch, sequence]")
     if 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}: the prompt is empty; pass at least one token")
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    (known, most), length = limits, past + ids.shape[1]
     low, high = (int(x) for x in ids.aminmax())
     if known is not None and (low < 0 or high >= known):
         raise ValueError(f"input_ids holds {low if low < 0 else high}, outside of the model's vocabulary of {known}")
-    _check_length(model, ids.shape[1])
-    return ids
-
-
-def _check_length(model: Any, length: int) -> None:
-    most = _most_positions(model)
     if most is not None and length > most:
         raise ValueError(
             f"input_ids: {length} tokens, with those of the cache, are more than the model's "
             f"max_position_embeddings={most}; shorten the prompt, or load the model with more positions"
         )
+    return ids
 
 
-def _check_positions_of(settings: Any, model: Any, prompt: int) -> None:
+def _check_positions_of(settings: Any, most: int | None, prompt: int) -> None:
     """Refuse to generate beyond the model's positions. The last token needs none, because nothing follows it."""
-    most, name = _most_positions(model), "max_length" if settings.max_new_tokens is None else "max_new_tokens"
+    name = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
     asked, before = getattr(settings, name), prompt if name == "max_new_tokens" else 0
     if most is not None and asked is not None and before + asked - 1 > most:
         raise ValueError(
@@ -253,10 +297,6 @@ def _check_positions_of(settings: Any, model: Any, prompt: int) -> None:
             f"max_position_embeddings={most}; pass at most {name}={most - before + 1}, or load the model with more "
             "positions"
         )
-
-
-def _most_positions(model: Any) -> int | None:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _kept(given: Mapping[str, Any], count: int) -> int:
@@ -276,16 +316,17 @@ def _padding_mask(given: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | 
         return None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != whole:
         raise ValueError(f"attention_mask={shown(mask)} must cover the cache and the new tokens: {list(whole)}")
+    if bool(mask.all()):
+        return None
     if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()) or not bool(mask[:, -1].all()):
         raise ValueError("attention_mask has zeros behind or between tokens; pad in front of each row's tokens only")
-    return None if bool(mask.all()) else mask
+    return mask
 
 
 def _check_positions(call: _CachedCall, positions: Any) -> None:
     if positions is None:
         return
-    columns = torch.arange(call.past, call.past + call.ids.shape[1], device="cpu")
-    right = (columns[None] - call.padding[:, None]).to(call.ids.device)
+    right = call.places
     fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]
     if not fits or not bool(((positions == right) | (right < 0)).all()):
         raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType
 from typing import Any
 
@@ -128,15 +128,18 @@ def converted(body: nn.Module) -> Iterator[None]:
             restore(body)
 
 
-@contextmanager
-def running(body: nn.Module, plans: Any = ALONE) -> Iterator[None]:
+def running(body: nn.Module, plans: Any = ALONE) -> AbstractContextManager[None]:
     """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
-    with _handed([each for each in body.modules() if isinstance(each, _TAKERS)], plans):
-        yield
+    return handing(takers_of(body), plans)
+
+
+def takers_of(body: nn.Module) -> list[nn.Module]:
+    """Return the modules that get plans other than by keywords."""
+    return [each for each in body.modules() if isinstance(each, _TAKERS)]
 
 
 @contextmanager
-def _handed(modules: list[nn.Module], plans: Any) -> Iterator[None]:
+def handing(modules: list[nn.Module], plans: Any) -> Iterator[None]:
     for each in modules:
         setattr(each, ATTRIBUTE, plans)
     try:
@@ -164,7 +167,7 @@ class _Layer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.pop(_KEYWORD, None)
         inside = [each for each in self.modules() if isinstance(each, _Mixer) or known.gets_no_keywords(each)]
-        with _handed(inside, plans):
+        with handing(inside, plans):
             return super().forward(*args, **kwargs)
 
 

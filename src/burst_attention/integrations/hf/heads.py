@@ -83,8 +83,14 @@ def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
     Raises:
         TypeError, ValueError: as :func:`find_form`.
     """
-    _, head = _linear_of(_owner(_base(model)))
+    head = find_linear(model)
     return Head(head.weight, head.bias, find_form(model) if form is None else form)
+
+
+def find_linear(model: Any) -> nn.Linear:
+    """Return the module of a model's head."""
+    found: nn.Linear = _linear_of(_owner(_base(model)))[1]
+    return found
 
 
 def find_form(model: nn.Module) -> LogitForm:

@@ -247,6 +247,8 @@ class _Context:
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
+    fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
+    keeps_fit: bool = field(default=False, init=False)
     warned: bool = field(default=False, init=False)  # of a batch without labels
     tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
@@ -269,6 +271,7 @@ class _Context:
             self.layers = parts.attention_configs(body)
         elif self.memory != Memory():
             parts.check_random(body)
+        parts.check_attention_is_ours(body)
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
 
@@ -301,8 +304,8 @@ class _Parallel:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
         cache = kwargs.get("past_key_values")
         if isinstance(cache, DealtCache):
-            cached.check_generate(self, args, kwargs, cache)
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+            with cached.generating(self, args, kwargs, cache):
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 

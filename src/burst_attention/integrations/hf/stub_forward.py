@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,14 +37,25 @@ def body_of(model: Any) -> Any:
 
 def taker_of(body: Any) -> Any:
     """Return the module that gets a body's arguments: Bart's body passes everything on to its decoder."""
-    while not inspect.signature(body.forward).parameters.keys() - {"args", "kwargs"} and hasattr(body, "decoder"):
+    while not _parameters(body).keys() - {"args", "kwargs"} and hasattr(body, "decoder"):
         body = body.decoder
     return body
 
 
+@functools.cache
+def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class's forward, without ``self``."""
+    return {name: each for name, each in inspect.signature(forward).parameters.items() if name != "self"}
+
+
+def _parameters(module: Any) -> Mapping[str, inspect.Parameter]:
+    own = vars(module).get("forward")  # may hold the module, so no cache may hold it
+    return parameters_of(type(module).forward) if own is None else inspect.signature(own).parameters
+
+
 def run_body(body: Any, **given: Any) -> Any:
     """Call a model's body with those arguments that its forward takes."""
-    names = inspect.signature(taker_of(body).forward).parameters
+    names = _parameters(taker_of(body))
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values()):
         given = {name: value for name, value in given.items() if name in names}
     return body(**given)
@@ -186,7 +198,7 @@ class Around:
                 f"{self._kind}.forward calls its {prefix} twice, which is not supported over ranks; call it once, or "
                 "run the model without hf.parallelize"
             )
-        names = list(inspect.signature(taker_of(self._model._modules[prefix]).forward).parameters)
+        names = list(_parameters(taker_of(self._model._modules[prefix])))
         asked = dict(zip(names, args, strict=False)) | dict(kwargs)
         wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
         unread = {"position_ids"} - set(names)  # a body without positions; the plan has the documents
