@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 
 from burst_attention import ExchangeError, Strategy
 from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
@@ -540,3 +542,59 @@ def test_layers_that_share_weights_are_not_sharded_and_a_model_needs_ranks():
         shard_weights(model, None)
     with pytest.raises(ValueError, match="has no decoder layers"):
         shard_weights(torch.nn.Linear(1, 1), None)
+
+
+class _Costs:
+    """A streamer that counts operators and Python calls, from one token to a later one."""
+
+    def __init__(self, first=3, last=8):
+        self.first, self.last, self.tokens = first, last, 0
+        self.operators = self.calls = 0
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def put(self, value):
+        self.tokens += 1
+        if self.tokens == self.first:
+            self.profiler.start()
+            sys.setprofile(self.count)
+        elif self.tokens == self.last:
+            sys.setprofile(None)
+            self.profiler.stop()
+            self.operators = sum(each.name.startswith("aten::") for each in self.profiler.events())
+
+    def count(self, frame, event, argument):
+        self.calls += event == "call"
+
+    def end(self):
+        pass
+
+
+def test_a_decoding_step_costs_little_more_than_transformers():
+    stock, ours = _Costs(), _Costs()
+    alone("llama", ids_of(80), "sdpa", max_new_tokens=NEW, streamer=stock)
+    over_ranks("llama", 1, lambda *both: generate(*both, ids_of(80), max_new_tokens=NEW, streamer=ours))
+    assert 0 < ours.operators <= 1.2 * stock.operators, (ours.operators, stock.operators)
+    assert 0 < ours.calls <= 1.8 * stock.calls, (ours.calls, stock.calls)
+
+
+def test_a_decoding_step_sends_one_message_a_layer_and_one_to_agree(monkeypatch):
+    """To each peer, over two ranks."""
+    labels = []
+    post = LocalTransport.post
+    monkeypatch.setattr(
+        LocalTransport,
+        "post",
+        lambda self, sends, *rest, **named: (
+            labels.extend((self.rank, named["label"]) for _ in sends),
+            post(self, sends, *rest, **named),
+        )[1],
+    )
+
+    def use(model, cache):
+        generate(model, cache, ids_of(80), max_new_tokens=2)
+        return cache.transport.rank
+
+    over_ranks("llama", 2, use)
+    for rank in range(2):
+        last = [label for of, label in labels if of == rank][-3:]
+        assert last == ["the agreement on the model with a cache", *(f"decoding, token 80, layer {n}" for n in (0, 1))]
