@@ -598,3 +598,32 @@ def test_a_decoding_step_sends_one_message_a_layer_and_one_to_agree(monkeypatch)
     for rank in range(2):
         last = [label for of, label in labels if of == rank][-3:]
         assert last == ["the agreement on the model with a cache", *(f"decoding, token 80, layer {n}" for n in (0, 1))]
+
+
+CHANGES = {
+    "in place": lambda weight: weight.mul_(1.5),
+    "by .data": lambda weight: weight.data.mul_(1.5),
+    "one value": lambda weight: weight[3, 3].add_(1),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_weights_changed_between_turns_are_refused(how):
+    """On every rank, though one rank alone changes them."""
+
+    def use(model, cache):
+        generate(model, cache, ids_of(80), max_new_tokens=2)
+        if cache.transport.rank == 1:
+            with torch.no_grad():
+                CHANGES[how](model.model.layers[0].mlp.up_proj.weight)
+        longer = torch.cat([ids_of(80), ids_of(5)], 1)
+        with pytest.raises(ValueError, match="up_proj"):
+            generate(model, cache, longer, max_new_tokens=2)
+        cache.reset()
+        if cache.transport.rank == 0:
+            with torch.no_grad():
+                CHANGES[how](model.model.layers[0].mlp.up_proj.weight)
+        return generate(model, cache, longer, max_new_tokens=2).sequences
+
+    first, second = over_ranks("llama", 2, use)
+    assert torch.equal(first, second)

@@ -94,8 +94,10 @@ def _partial(
     """Return this rank's (out, lse)."""
     dtype = accumulation_dtype(q.dtype)
     if len(seen) == 1 and seen[0].rows == slice(0, len(q)):
-        keys, values = (x[:, :, seen[0].keys] for x in (k, v))
-        out, lse = kernel.forward(q, keys, values, seen[0].tiles, scale)
+        at = seen[0].keys
+        if at != slice(0, k.shape[2]):
+            k, v = k[:, :, at], v[:, :, at]
+        out, lse = kernel.forward(q, k, v, seen[0].tiles, scale)
         return converted(out, dtype), lse
     out, lse = blank_output(q, v, q.shape[2], dtype)
     for each in seen:

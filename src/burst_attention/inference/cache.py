@@ -91,13 +91,23 @@ class ShardedCache(DealtCache):
         with self.agreement.entering("ShardedCache"):
             self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
         self.model = describe_model(text, layers)
-        self.weights: dict[str, str] | None = None  # digests of weights of the model that filled the cache
+        self.weights = None
         self.holes: list[Hole] = []  # of each row of the batch
         self.failure: str | None = None
         self.strided = False
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that were compared
+        # Versions of the weights of models that filled the cache, or will.
+        self._models: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._filling: _Filling | None = None
         self._last = 0  # the layer of the last update
+
+    @property
+    def weights(self) -> dict[str, str] | None:
+        """Digests of weights of the model that filled the cache, by name."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: dict[str, str] | None) -> None:
+        self._weights, self._digest = weights, None if weights is None else digest_text(weights)
 
     @property
     def length(self) -> int:
@@ -196,8 +206,11 @@ class ShardedCache(DealtCache):
                     "pass the configuration of the model that filled the cache"
                 )
 
-    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]]) -> None:
-        """Refuse a model of another configuration or with other weights, and a model over another group."""
+    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, turn: bool) -> None:
+        """Refuse a model of another configuration or with other weights, and a model over another group.
+
+        ``turn``: compare a sample of the weights too. It finds writes to ``.data``, which no version counts.
+        """
         if self.failure is not None:
             raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
         found = describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text))
@@ -217,7 +230,18 @@ class ShardedCache(DealtCache):
                 f"prefill_chunk={self.prefill_chunk} can't be combined with layout={base.layout!r} of hf.parallelize; "
                 "use strategy=None, or make ShardedCache without prefill_chunk"
             )
-        if model not in self._models:
+        if not self.length:  # no keys depend on any weights
+            self.weights = None
+            self._models.clear()
+        versions = _versions_of(model)
+        before = self._models.get(model, versions)
+        changed = [name for name in versions if before.get(name) != versions[name]]
+        if changed:
+            raise ValueError(
+                f"past_key_values holds keys of other weights: {min(changed)} of the model was changed since it filled "
+                "the cache; call past_key_values.reset() on every rank, or make ShardedCache(model.config)"
+            )
+        if turn or model not in self._models:
             found, known = weights(), self.weights or {}
             other = [name for name in found.keys() & known.keys() if found[name] != known[name]]
             if other:
@@ -226,7 +250,7 @@ class ShardedCache(DealtCache):
                     "ShardedCache(model.config)"
                 )
             self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
-            self._models.add(model)
+            self._models[model] = versions
 
     def move(self, device: torch.device) -> None:
         """Move what this rank holds to a device; :meth:`load` reads to the CPU."""
@@ -251,7 +275,7 @@ class ShardedCache(DealtCache):
         """Return what must be equal on all ranks before a call."""
         return {
             "tokens in the cache": self.length,
-            "weights of the cache's model": None if self.weights is None else digest_text(self.weights),
+            "weights of the cache's model": self._digest,
             "prefill_chunk": self.prefill_chunk,
         }
 
@@ -363,6 +387,11 @@ class ShardedCache(DealtCache):
         seen = now.seen[layer.reach]
         label = f"decoding, token {now.stop - 1}, layer {self._last}"
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
+
+
+def _versions_of(model: Any) -> dict[str, int]:
+    """Return how often each weight was written to, by name; a weight made in inference mode has no count."""
+    return {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
 
 
 def _check_chunk(chunk: Any, world: int) -> int | None:

@@ -120,6 +120,8 @@ def _of_rows(rows: slice, held: Held, queries: range, reach: Reach, hole: Hole) 
     """Yield the keys before the rows' hole, and those behind it."""
     width = hole[1] - hole[0]
     for low, high in ((0, hole[0]), (hole[1], queries.stop)):
+        if low >= high:
+            continue
         spans = []
         for query in queries:
             blind = hole[0] <= query < hole[1]

@@ -34,7 +34,10 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Zero-pad the last dims to one width, a multiple of ``multiple``. Zeros change no scores or outputs."""
-    width = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    widths = {x.shape[-1] for x in tensors}
+    width = -(-max(widths) // multiple) * multiple
+    if widths == {width}:
+        return tensors
     return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 

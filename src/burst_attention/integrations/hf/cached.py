@@ -153,7 +153,7 @@ def _fit(model: Any, cache: Any, weights: Callable[[], dict[str, str]]) -> Fit:
         raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
     state.check_parts(model)
     _check_model(model)
-    cache.check(model, state.plans.base, weights)
+    cache.check(model, state.plans.base, weights, turn=state.keeps_fit)
     body = vision.text_of(model)
     return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
 
@@ -167,7 +167,8 @@ def _limits(model: Any) -> tuple[int | None, int | None]:
 def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _CachedCall:
     mask = _padding_mask(given, past, ids)
     padding = torch.zeros(len(ids), dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
-    places = torch.arange(past, past + ids.shape[1], device="cpu")[None] - padding[:, None]
+    places = torch.arange(past, past + ids.shape[1], device="cpu").expand(len(ids), -1)
+    places = places if mask is None else places - padding[:, None]
     keep = _kept(given, ids.shape[1])
     return _CachedCall(fit, fit.cache, ids, mask, padding, places.to(ids.device), past, keep)
 
@@ -222,7 +223,8 @@ def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
 
 def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     """Run the body on the same tokens on every rank; return the logits of the last ones."""
-    positions = call.places[:, start:stop].clamp(min=0)
+    positions = call.places[:, start:stop]
+    positions = positions if call.mask is None else positions.clamp(min=0)
     with call.cache.stepping(stop - start, call.padding) as step:
         hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
     linear = call.fit.head  # under FSDP2 its weight is whole only now
