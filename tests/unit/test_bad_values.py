@@ -25,15 +25,10 @@ TABLE = {
     "plan": """
         seq-len: 0 | 1 | -3 | HUGE | nan | 1e3 | '' | 1G | K | 1.5M | 9999999M ; ranks: 0 | HUGE
         nodes: 0 | 3 | 4 --ranks 9 | HUGE ; hardware: '' | h100 | h100-hgx+token-ring | theirs/no.toml
-        model: '' | llama-9 | theirs | theirs/notes.json | text.txt ; layers: 0 --q-heads 4 | HUGE --q-heads 4 | 4
-        batch: -1 ; q-heads: 0 | 3 --kv-heads 2 | 4 --model llama-3-8b ; kv-heads: 0 | HUGE | 4 | 8 --q-heads 4
-        head-dim: 0 --q-heads 4 | 64 ; v-head-dim: 0 --q-heads 4 | -3 --q-heads 4 | HUGE --q-heads 4 | 64
-        documents: 0 | 65 ; window: 0 | 5 --no-causal --q-heads 4 ; ulysses-degree: 0 | 3 | HUGE
-        remat: some | layer --q-heads 4 ; mlp-chunks: 0 | HUGE | 2 --q-heads 4
-        attention-chunks: 0 | HUGE | 3 | 2 --q-heads 4 ; offload: all | disk: | '' | host --q-heads 4
-        link-rate: 0 | nan | -1 ; disk-rate: 0 | inf ; matmul-efficiency: 0 | 1.1 | nan
+        model: '' | llama-9 | theirs | theirs/notes.json | text.txt ; batch: -1 ; documents: 0 | 65
+        remat: some ; mlp-chunks: 0 | HUGE ; attention-chunks: 0 | HUGE | 3 ; offload: all | disk: | ''
         peak-tflops: 0 | inf | -1 ; device-memory: 0 | nan ; json: '' | theirs | theirs/no/x.json
-        html: '' | theirs | theirs/no/x.html ; layout: zickzack | '' ; dtype: fp8 | float64 ; circulate: by-car
+        strategy: zickzack | '' | circulate=by-car ; dtype: fp8 | float64 ; packing: most
     """,
     "check": """
         masks: - | causal causal | ring ; layouts: - | zigzag zigzag ; dtypes: - | float32 float32
