@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 from burst_attention.inference import ShardedCache
+from burst_attention.integrations.hf import known
 from tests.distributed.test_generate import padded
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
@@ -75,3 +79,33 @@ def test_every_rank_refuses_a_mechanism_without_a_cache():
 
     said = over_ranks("minimax", 2, use)
     assert all("(MiniMaxLightningAttention, lightning) has a state that no cache over ranks holds" in x for x in said)
+
+
+@functools.cache
+def slow_model(name, implementation):
+    """Return a model whose time steps are below the limit that transformers' prefill puts on them."""
+    model = copy.deepcopy(model_of(name, implementation))
+    for _, mixer in known.mixers_of(model):
+        mixer.dt_bias.data.fill_(-9.0)
+        mixer.time_step_limit = (0.05, float("inf"))
+    return model
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "bamba", "granitemoehybrid"])
+def test_the_last_tokens_of_a_prompt_have_the_limits_of_a_prefill(name):
+    """transformers limits the time steps of several new tokens, but not that of one."""
+    counts, keeps = (67, 65, 1, 2, 129), (1, 64, 1, 1, 1)
+    ids, places = (x.split(counts, 1) for x in (ids_of(sum(counts)), torch.arange(sum(counts))[None]))
+
+    def use(model, cache):
+        return [
+            model(input_ids=x, position_ids=at, past_key_values=cache, logits_to_keep=keep).logits
+            for x, at, keep in zip(ids, places, keeps, strict=True)
+        ]
+
+    stock = slow_model(name, "eager")
+    with torch.no_grad():
+        expected = use(stock, DynamicCache(config=stock.config))
+    for world in (1, 2):
+        for found in over_ranks(name, world, use, make=slow_model):
+            assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) <= 1e-5

@@ -61,9 +61,9 @@ def alone(name, inputs, implementation="eager", **options):
     return model_of(name, implementation).generate(inputs, **GREEDY | options)
 
 
-def over_ranks(name, world, use, **how):
+def over_ranks(name, world, use, *, make=model_of, **how):
     """Return what ``use(model, cache)`` returns on each of ``world`` ranks. ``how``: options of ``hf.parallelize``."""
-    models = [copy.deepcopy(model_of(name)) for _ in range(world)]
+    models = [copy.deepcopy(make(name, "burst")) for _ in range(world)]
 
     def rank(group):
         model = hf.parallelize(models[group.rank()], group, **how)

@@ -102,12 +102,11 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
     Returns:
         ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
     """
-    call = _agreed(model, args, kwargs, weights)
+    call, logits = _agreed(model, args, kwargs, weights), torch.empty(0)
     count = call.ids.shape[1]
     with torch.no_grad():
-        done, logits = _prefill(model, call, count - call.keep), torch.empty(0)
-        last = max(done, count - SHORT)  # the last step holds all tokens whose logits are kept
-        for start, stop in itertools.pairwise([*range(done, last, SHORT), last, count]):
+        done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
+        for start, stop in itertools.pairwise(_stops(done, count)):
             logits = _step(model, call, start, stop)
     out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
     return out if kwargs.get("return_dict", True) else out.to_tuple()
@@ -219,6 +218,17 @@ def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
         mask = mask_of(reach, first + count, None)
         plans[reach] = base.following(count, first=first, mask=mask, held=held)
     return Plans(plans)
+
+
+def _stops(done: int, count: int) -> list[int]:
+    """Return where steps of the tokens [done, count) start and stop. The last holds all tokens whose logits are kept.
+
+    Only a call of one token has a step of one token: mixers of transformers compute that one by another formula, which
+    lacks the limits of time steps (``time_step_limit``).
+    """
+    last = max(done, count - SHORT)
+    last -= (last - done) % SHORT == 1
+    return [*range(done, last, SHORT), last, count]
 
 
 def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
