@@ -58,6 +58,7 @@ _PACKED = {"packing": True, "max_length": 64}
 _DTYPES = {"gpt_oss": {"dtype": torch.float64}}  # in fp32 a rounding sends a token to another expert at step 6
 FAMILIES = ("gemma2", "gpt_oss", "qwen3_5_text")
 IN_CI = (
+    "iterable",
     "memory, fsdp2",
     "sft packed",
     "grpo, data 2 x context 2",
@@ -76,6 +77,7 @@ _ALL = (
     Case("memory", "padded", 4, 2, {"memory": _SAVING}),
     Case("memory, fsdp2", "fsdp2", 4, 2, {"memory": _SAVING, "parallelism": {"dp_shard_size": 2, "cp_size": 2}}),
     Case("iterable", "iterable", 4, 2),
+    Case("iterable, one context", "iterable"),
     Case("data 2 x context 2", "padded", 4, 2, {"include_num_input_tokens_seen": "non_padding"}),
     Case("tokens averaged by rank", "padded", options={"average_tokens_across_devices": False}),
     Case("grouped by length", "padded", options={"train_sampling_strategy": "group_by_length"}),

@@ -270,7 +270,7 @@ def packed_rows(documents: list[dict[str, list[int]]], length: int) -> list[dict
 
 
 def make_iterable(case: Case, ours: bool, folder: str) -> Any:
-    return make_padded(case, ours, folder, train_dataset=Stream(samples(80, 1)))
+    return make_padded(case, ours, folder, train_dataset=Stream(samples(80, 1)), eval_dataset=Stream(samples(23, 2)))
 
 
 def tokenizer() -> Any:

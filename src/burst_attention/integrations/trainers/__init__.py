@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed: pip install 'burst-attention[trainer]'") from error
 
+from transformers.trainer_utils import has_length
+
 from burst_attention.plan.strategy import Strategy
 
 from ..hf.batch import IGNORED
@@ -41,7 +43,7 @@ from .checks import (
     launched_config,
     without_context,
 )
-from .contexts import ContextAccelerator
+from .contexts import ContextAccelerator, Counted, samples_of
 from .online import OneGeneration
 
 
@@ -149,6 +151,18 @@ class BurstMixin(OneGeneration):
     # In an evaluation over several contexts, accelerate fills up the last batch with samples of the first one. The
     # methods below leave out these repeated samples.
 
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        """Return a data loader; count the samples that an evaluation reads from a dataset without a length."""
+        trainer: Any = self
+        if self._context_size != 1 and not is_training and not has_length(dataset):
+            if trainer.args.dataloader_num_workers:
+                raise ValueError(
+                    f"dataloader_num_workers={trainer.args.dataloader_num_workers}: samples of an evaluation dataset "
+                    "without a length can't be counted in workers; set 0, or pass a dataset with a length"
+                )
+            dataset = Counted(dataset)
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Check the settings again, then train."""
         check_settings(self)  # a setting may have been assigned since
@@ -174,7 +188,11 @@ class BurstMixin(OneGeneration):
                 "in the arguments, or predict in one process"
             )
         trainer: Any = self
-        shared = trainer.accelerator.num_processes > 1 and "labels" in inputs
+        state, contexts = trainer.accelerator.gradient_state, trainer.accelerator.num_processes
+        if state.end_of_dataloader and state.remainder < 0:  # accelerate did not know the number of samples
+            read = samples_of(state.active_dataloader)
+            state.active_dataloader.remainder = read % (trainer.args.eval_batch_size * contexts)
+        shared = contexts > 1 and "labels" in inputs
         own = self._own_samples(inputs["labels"]) if shared else 0
         if own:
             inputs = _without_repeated(trainer.model, inputs, own, trainer.args.eval_batch_size)

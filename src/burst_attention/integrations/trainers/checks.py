@@ -24,6 +24,7 @@ _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
     (Trainer, "transformers", "floating_point_ops", ("inputs",)),
     (Trainer, "transformers", "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
     (Trainer, "transformers", "prediction_step", ("model", "inputs", "prediction_loss_only", "ignore_keys")),
+    (Trainer, "transformers", "_get_dataloader", ("dataset", "is_training")),
     (Accelerator, "accelerate", "num_processes", ()),
     (Accelerator, "accelerate", "process_index", ()),
     (Accelerator, "accelerate", "_prepare_device_mesh", ()),

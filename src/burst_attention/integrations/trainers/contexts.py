@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class ContextAccelerator(Accelerator):
@@ -70,3 +71,29 @@ class ContextAccelerator(Accelerator):
         items, (contexts, size) = list(gathered), self.contexts.shape
         rows = len(items) // (contexts * size)
         return [items[context * size * rows + row] for context in range(contexts) for row in range(rows)]
+
+
+class Counted(IterableDataset):
+    """An iterable dataset that counts its samples as they are read, because it has no length."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.samples = dataset, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.samples = 0
+        for sample in self.dataset:
+            self.samples += 1
+            yield sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def samples_of(loader: DataLoader) -> int:
+    """Return how many samples the loader's :class:`Counted` dataset has yielded on this rank."""
+    dataset: Any = loader.dataset
+    while not isinstance(dataset, Counted):  # accelerate shards it over contexts
+        dataset = dataset.dataset
+    return dataset.samples
