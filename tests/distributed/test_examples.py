@@ -107,7 +107,7 @@ def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_p
 
 
 def test_the_readmes_ten_lines_are_the_example():
-    assert EXAMPLES["attention.py"].read_text("utf-8").endswith(f'"""\n\n{BLOCKS["README 0"]}')
+    assert EXAMPLES["attention.py"].read_text("utf-8").endswith(f'"""\n\n{BLOCKS["README 1"]}')
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
