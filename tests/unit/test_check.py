@@ -63,6 +63,23 @@ def test_gradients_that_cancel_are_measured_against_dout(monkeypatch, dtype, seq
     assert {row.tensor for row in run_check(case).rows if not row.passed} == {"dq"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("mask", "logits"), [(Mask(window=1), 1.0), (Mask(window=1), 0.03), (Mask(cu_seqlens=[*range(65)]), 1.0)]
+)
+def test_rows_that_see_one_key_are_within_the_bound_of_the_lse(monkeypatch, dtype, mask, logits):
+    """A stock kernel's exp(0) is 5.3e-5 too small there. An error four times as large is found."""
+    case = Case(dtype=dtype, seqlen=64, mask=mask, logits=logits, kernel="aten")
+
+    def failed():
+        return {row.tensor for row in run_check(case).rows if not row.passed}
+
+    assert not failed()
+    shifted = lambda *given: replace(found := SOUND(*given), lse=found.lse - 2e-4)  # noqa: E731
+    monkeypatch.setitem(run_check.__globals__, "distributed_call", shifted)
+    assert failed() == {"lse"}
+
+
 SMALL = Case(dtype=torch.bfloat16, q_heads=1, kv_heads=1, batch=1, kernel="aten-fp32")
 
 
