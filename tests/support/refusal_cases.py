@@ -469,7 +469,7 @@ DATA: Cases = [
     ("read('hf:')", "ValueError: --data hf:: give the data set's name, as in hf:allenai/c4:en"),
     (
         "burst train --data tiny.txt --ranks 8 --seq-len 64 --out fresh",
-        "exit status 2: --held-out 0.05 of --data 'tiny.txt' leaves 7 tokens to evaluate, fewer",
+        "exit status 2: --held-out 0.05 of --data 'tiny.txt' leaves 6 tokens to evaluate, too few",
     ),
 ]
 OUT: Cases = [

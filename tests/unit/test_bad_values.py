@@ -91,7 +91,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("ranks were started"))
-    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "notes.json").write_text(json.dumps({"mine": True}))
     return tmp_path

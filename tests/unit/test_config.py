@@ -135,7 +135,9 @@ REFUSED = {
     "--data blank.txt": "--data 'blank.txt' holds no text",
     "--data bad.jsonl": "bad.jsonl:1: no 'text' field",
     "--data short.txt --pack none --seq-len 64": "--pack none",
-    "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
+    "--data short.txt --seq-len 64": "leaves 3 tokens to evaluate, too few for a loss: it needs 100. Raise --held-out",
+    "--data text.txt --seq-len 64 --held-out-sequences 1": "leaves 63 tokens to evaluate, too few for a loss",
+    "--data text.txt --ranks 300 --seq-len 512": "leaves 251 tokens to evaluate, too few for a loss: it needs 300",
     "--out taken": "already holds a run; choose another folder or add --overwrite",
     "--out foreign": "--out 'foreign' holds files, but no marker of an earlier run",
     "--out foreign --overwrite": "--out 'foreign' holds files, but no marker of an earlier run",
@@ -169,6 +171,7 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     (tmp_path / "new" / "text.txt").write_text("mine")
     (tmp_path / "blank.txt").write_text("")
     (tmp_path / "short.txt").write_text("0123456789" * 5)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
     (tmp_path / "bad.jsonl").write_text('{"body": 1}\n')
     try:
         status = cli.main(["train", "--device", "cpu", *flags.split()])
@@ -196,7 +199,7 @@ def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(
 
     plain_start.setattr(launch, "launch", lambda *_, **__: pytest.fail("workers were launched"))
     LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **asks).save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
     shared = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
     assert cli.main(["train", *shared, "--seq-len", "16", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -214,7 +217,7 @@ def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
 
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 258}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
     plain_start.setattr(launch, "launch", lambda *_, **__: 0)
     shared = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/text.txt", "--device", "cpu", "--seq-len", "16"]
     shared += ["--tokenizer", "bytes"]
@@ -239,7 +242,7 @@ def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
 
 def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_start, capsys):
     plain_start.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
     started = []
     plain_start.setattr(launch, "launch", lambda *given, ranks, **_: started.append((given[2], ranks)) or 0)
     arguments = f"train --device cpu --ranks 3 --data {tmp_path}/text.txt --seq-len 16 --out new".split()
@@ -248,6 +251,7 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     assert ranks == config.parallel.ranks == 3
     assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 2e-3)
     assert not (tmp_path / "new").exists(), "nothing was written, so nothing is left"
+    assert "\n4,752 tokens to train on; 100 steps read 1,600, which is 0.34 epochs\n" in capsys.readouterr().out
 
 
 def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):

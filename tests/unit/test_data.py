@@ -11,12 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_train.checked import parse_json
+from burst_train.config import DataConfig, RunConfig, TrainConfig
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
 from burst_train.data.cursor import Cursor, Position
 from burst_train.data.sequences import (
     SequenceReader,
     TokenSequence,
+    epochs_text,
     join_sequences,
     make_split,
     pack,
@@ -291,6 +293,19 @@ def test_a_corpus_without_a_usable_document_is_refused():
         next(reader_of(Texts()).training())
     with pytest.raises(ValueError, match="--pack none"):
         next(reader_of("short", "also short", packed=False).training())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_stream_knows_the_tokens_of_an_epoch_once_it_has_read_one(monkeypatch, packed):
+    monkeypatch.setattr(data, "SHUFFLED_TOKENS", 16)
+    stream = reader_of(*["x" * 94] * 7, seq_len=16, packed=packed, held_out=0.0).training()  # 96 tokens each
+    counts = [(next(stream), stream.epoch_tokens)[1] for _ in range(50)]
+    assert counts[:38] == [None] * 38 and counts[-1] == 7 * 96
+    again = reader_of(*["x" * 94] * 7, seq_len=16, packed=packed, held_out=0.0).training(stream.cursor())
+    assert next(again) is not None and again.epoch_tokens is None, "only a part of that epoch was read"
+    config = TrainConfig(run=RunConfig(steps=42), data=DataConfig(seq_len=16))
+    assert epochs_text(config, 7 * 96) == "672 tokens to train on; 42 steps read 672, which is 1.00 epochs"
+    assert epochs_text(config, None) == "more than 16 tokens to train on; 42 steps read 672"
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import Strategy
 
 from ..config import TrainConfig
-from ..data.sequences import open_sequences
+from ..data.sequences import SequenceReader, epochs_text, open_sequences
 from ..data.tokenizer import BYTES
 from ..memory import binary_text, check_fits, free_memory, parts_text
 from ..parallel import FOREIGN, choose
@@ -21,6 +22,8 @@ from ..step.evaluation import EvalConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+LEAST_HELD_OUT = 100  # tokens: the mean of fewer losses is off by more than 0.2 nats from chance alone
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Start:
 def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
     """Check that ``world`` ranks can train ``config``, and return the first lines to print.
 
-    Reads only the data of the first training sequence and of the first held-out one.
+    Reads only the data of the first training sequence and of the first held-out ones.
 
     Args:
         local_ranks: number of ranks on this machine; None if all are.
@@ -68,16 +71,10 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
         name, tokenizer, data.seq_len, loaded=loaded, max_positions=config.model.max_positions, named=data.tokenizer
     )
     sharing = world // parallel.data_parallel
-    lengths = {data.seq_len}
-    next(reader.training())
+    lengths, read = {data.seq_len}, reader.training()
+    next(read)
     if data.held_out:
-        length = len(first.tokens) if (first := next(reader.held_out(), None)) else 0
-        lengths.add(length)
-        if length < sharing:
-            raise ValueError(
-                f"--held-out {data.held_out} of --data {data.data!r} leaves {length} tokens to evaluate, "
-                f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
-            )
+        lengths |= _held_out_lengths(config, reader, max(LEAST_HELD_OUT, sharing))
     from ..parallel import Heads
 
     shared = choose(**config.how)
@@ -87,7 +84,22 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     parts = predict_memory(config, model, world)
     if parts is not None and parallel.device != "cuda":
         check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
-    return Start(_first_lines(config, model, positions, parts), parts)
+    return Start((*_first_lines(config, model, positions, parts), epochs_text(config, read.epoch_tokens)), parts)
+
+
+def _held_out_lengths(config: TrainConfig, reader: SequenceReader, least: int) -> set[int]:
+    """Return the lengths of the held-out sequences; ValueError if they predict fewer than ``least`` tokens."""
+    lengths, tokens = set[int](), 0
+    for sequence in itertools.islice(reader.held_out(), config.data.held_out_sequences):
+        lengths.add(len(sequence.tokens))
+        tokens += sequence.valid_tokens
+        if tokens >= least:
+            return lengths
+    raise ValueError(
+        f"--held-out {config.data.held_out} of --data {config.data.data!r} leaves {tokens} tokens to evaluate, too few "
+        f"for a loss: it needs {least}. Raise --held-out or --held-out-sequences, give more text, or skip the "
+        "evaluation by --held-out 0"
+    )
 
 
 def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int] | None:

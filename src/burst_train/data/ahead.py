@@ -46,6 +46,11 @@ class ReadAhead:
         with self._changed:
             return [sequence for sequence, _ in itertools.islice(self._ready, count)]
 
+    @property
+    def epoch_tokens(self) -> int | None:
+        """Tokens of an epoch; None until a whole one was read."""
+        return self._stream.epoch_tokens
+
     def cursor(self) -> Cursor:
         """Return the cursor after the last sequence taken: a stream started there continues with the next one."""
         if self._place is None:

@@ -236,10 +236,14 @@ class TrainingStream:
     Args:
         reader: source of the sequences.
         start: cursor to resume from; None: start at the beginning.
+
+    Attributes:
+        epoch_tokens: tokens of an epoch; None until the stream has read a whole one.
     """
 
     def __init__(self, reader: SequenceReader, start: Cursor | None) -> None:
         self._reader, self._start = reader, start
+        self.epoch_tokens: int | None = None
         self._taken = start.taken if start else 0
         self._order = np.random.default_rng([reader.seed, 0, 1])
         self._waiting: list[TokenSequence] = []
@@ -294,16 +298,17 @@ class TrainingStream:
     def _documents(self) -> Iterator[np.ndarray]:
         reader, start = self._reader, self._start
         for epoch in itertools.count(start.epoch if start else 0):
-            parts, empty = enumerate(reader.training_parts(epoch), start=1), True
-            if start and epoch == start.epoch:
+            parts, count = enumerate(reader.training_parts(epoch), start=1), 0
+            resumed = start is not None and epoch == start.epoch
+            if start and resumed:
                 yield self._find(start, itertools.islice(parts, start.document - 1, None))
-                empty = False
             for number, part in parts:
                 tokens = reader.encode(part)
+                count += len(tokens) if reader.packed else len(tokens) // reader.seq_len * reader.seq_len
                 if reader.packed or len(tokens) >= reader.seq_len:
-                    empty = False
                     yield self._begin(epoch, number, part, tokens)
-            if empty:
+            self.epoch_tokens = self.epoch_tokens if resumed else count
+            if self.epoch_tokens == 0:
                 least = (
                     "any text" if reader.packed else f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
                 )
@@ -345,6 +350,15 @@ def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
         seed=config.run.seed,
     )
     return reader, tokenizer
+
+
+def epochs_text(config: TrainConfig, tokens: int | None) -> str:
+    """Say how often a run reads its data, of ``tokens`` per epoch; None: more than the shuffle's buffer holds."""
+    read = config.run.steps * config.sequences_per_step * config.data.seq_len
+    if tokens is None:
+        return f"more than {SHUFFLED_TOKENS:,} tokens to train on; {config.run.steps} steps read {read:,}"
+    epochs = f"{read / tokens:,.2f} epochs"
+    return f"{tokens:,} tokens to train on; {config.run.steps} steps read {read:,}, which is {epochs}"
 
 
 def digest_of(sequences: Iterable[TokenSequence]) -> str:

@@ -13,6 +13,7 @@ from burst_attention.launch.join import RankContext, join
 from ..checkpoint.saving import Saver
 from ..checkpoint.writer import all_or_raise
 from ..config import TrainConfig
+from ..data.sequences import SHUFFLED_TOKENS, epochs_text
 from ..run.errors import SaveError
 from ..run.interrupt import InterruptedRunError, StopRequests
 from ..run.lock import check_inputs
@@ -85,7 +86,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
 
 def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[StepRecord]:
     """Run the remaining steps."""
-    records = []
+    records, epoch_tokens = [], None
     for record in trainer.steps():
         began = time.perf_counter()
         records.append(replace(record, held_out_loss=trainer.evaluate_if_due()))
@@ -94,6 +95,9 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
             if record.step == trainer.config.run.profile:
                 folder = Path(trainer.config.run.out) / TRACES
                 reporter.note(f"step {record.step} was profiled; each rank wrote a trace to {folder}")
+        if epoch_tokens is None and (epoch_tokens := trainer.sequences.epoch_tokens):
+            for reporter in reporters if epoch_tokens > SHUFFLED_TOKENS else ():  # else told before the start
+                reporter.note(epochs_text(trainer.config, epoch_tokens))
         trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)
     saver.finish()
