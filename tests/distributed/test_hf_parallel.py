@@ -314,9 +314,11 @@ def different(what):
             odd = {name: value for name, value in batch.items() if name != "position_ids"}
             odd["attention_mask"] = torch.ones(1, LENGTH, dtype=torch.long)
             odd["attention_mask"][:, -1] = 0
-        else:
+        elif what in batch:
             odd[what][0, 20] += 1
-    return refusal(model, **odd), model(**batch).loss.item()
+    with torch.set_grad_enabled(what != "no_grad" or dist.get_rank() == 0):
+        text = refusal(model, **odd)
+    return text, model(**batch).loss.item()
 
 
 @pytest.mark.parametrize(
@@ -327,6 +329,7 @@ def different(what):
         ("documents", "documents"),
         ("rows", "the digest of input_ids"),
         ("num_items_in_batch", "num_items_in_batch"),
+        ("no_grad", "Use torch.no_grad() on all ranks of the group, or on none"),
         ("padding", "documents"),
     ],
 )
@@ -335,6 +338,7 @@ def test_ranks_with_different_batches_are_refused(pools, what, named):
     for text in (first, second):
         assert named in text
         assert "rank" in text
+        assert ("samplers" in text) == (what not in ("num_items_in_batch", "no_grad"))
     assert loss == same
 
 

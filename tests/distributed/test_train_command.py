@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -191,7 +192,8 @@ def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools
     assert (settings.data.seq_len, settings.optim.lr, settings.optim.global_batch) == (97, 1e-3, 1)
     pools(1).run(train, settings)
     assert len(losses(tmp_path / "run")) == step + 2
-    export(saved, tmp_path / "exported")
+    with warnings.catch_warnings(action="error"):
+        export(saved, tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab")["input_ids"] == [256, 97, 98]
     embedded = torch.cat([load_file(path)["weights.model.model.embed_tokens.weight"] for path in shards(saved)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,5 +155,6 @@ def _weights_of(source: Path, state: State) -> dict[str, Tensor]:
         for name, entry in state.tensors.items()
         if name.startswith(WEIGHTS)
     }
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it loads in one process, as asked for
+        dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
     return {name.removeprefix(WEIGHTS + OURS): value for name, value in weights.items()}

@@ -41,10 +41,19 @@ Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 _WEIGHTS = "a sample of the weights"
+_GRAD = "gradients are wanted"
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
     "weights"
 )
+_REMEDIES = {
+    _WEIGHTS: _SAME_WEIGHTS,
+    _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
+    **dict.fromkeys(
+        ("num_items_in_batch", "fused_lm_head", "logits_to_keep", "output_router_logits"),
+        "Pass the same on every rank of the group",
+    ),
+}
 
 
 def parallelize(
@@ -450,7 +459,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
         call = Call(given, rows, items, keep, arguments.wants_router(model, given), own, plans)
         fields = _fields(model, call)
-    base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
+    base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies=_REMEDIES)
     state.compared = True
     call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
     return call
@@ -467,7 +476,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
         "logits_to_keep": call.keep,
         "output_router_logits": call.router,
-        "gradients are wanted": torch.is_grad_enabled(),
+        _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
     }
     if call.plan.world > 1 and not model._burst.compared:
