@@ -153,11 +153,14 @@ def main(arguments: list[str]) -> int:
 
 def _generate(arguments: GenerateArguments) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from ..inference import ShardedCache, shard_weights
     from ..integrations import hf
     from ..launch.join import join
 
+    # Every rank would show a bar. Its lock is a semaphore, which a rank that Ctrl-C ends would leave behind.
+    logging.disable_progress_bar()
     with join(device=arguments.device, timeout=arguments.timeout) as context:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
