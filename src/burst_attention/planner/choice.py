@@ -21,7 +21,8 @@ from ..plan.strategy import ChunksOrAuto, Strategy
 from .timing import Timed, Wire, simulations
 from .traffic import TrafficModel
 
-WORTH = 1.02  # a simpler candidate may take up to this multiple of the fastest one's time
+TIE = 1.05  # times within this factor are a tie: the model's own error is about as large
+WORTH = 1.02  # of candidates that send and hold as much, one with fewer launches may take this multiple of the time
 GUESSED = (1, 1 / 8, 1 / 64)  # of the preset's network: speeds to consider if it was not measured
 MOST_REMEMBERED = 64
 FEW = 32  # up to this many ranks, every candidate that may win is simulated
@@ -56,6 +57,8 @@ class Prediction:
 
     candidate: Candidate
     at_least: float  # seconds
+    across: float = math.inf  # bytes of the busiest rank across nodes, in all passes; inf if it is too slow to count
+    inside: float = math.inf  # the same inside of a node
     forward: Timed | None = None
     backward: Timed | None = None
     times: tuple[int, int] = (1, 1)  # how often the forward and the backward run in a step
@@ -90,13 +93,26 @@ def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
     """Return the index of the candidate with the smallest worst-case slowdown over several link speeds.
 
     ``found``: predictions of the same candidates, for each link speed. The slowdown is against the fastest candidate at
-    the same speed; with one speed the fastest wins. Among candidates within :data:`WORTH` of the best, the one with the
-    fewest launches wins, then the fastest: small launches cost more than the model knows.
+    the same speed. Candidates within :data:`TIE` of the best at every speed are a tie. It goes to the fewest bytes
+    across nodes, then inside of a node, then to the least memory. If several remain, the fewest launches of those
+    within :data:`WORTH` win, then the fastest: small launches cost more than the model knows.
     """
     run = [n for n, one in enumerate(found[0]) if one.forward]
     worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
-    near = (n for n in run if worst[n] <= WORTH * min(worst.values()))
+    best = min(run, key=worst.__getitem__)
+    tied = [n for n in run if all(each[n].seconds <= TIE * each[best].seconds for each in found)]
+    price = min(_price(found[0][n]) for n in tied)
+    cheapest = [n for n in tied if _price(found[0][n]) == price]
+    shortest = min(worst[n] for n in cheapest)
+    near = (n for n in cheapest if worst[n] <= WORTH * shortest)
     return min(near, key=lambda n: (found[0][n].launches, worst[n]))
+
+
+def _price(one: Prediction) -> tuple[float, float, float]:
+    """Return what decides a tie: bytes across nodes and inside of one, and how often a rank holds keys and values."""
+    groups = one.candidate.groups
+    copies = groups.query // groups.key if groups.keep else 1  # each head group caches the key heads that it needs
+    return one.across, one.inside, math.inf if groups.gather else copies
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
@@ -104,9 +120,10 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
 
     If the fastest takes no time (no tokens, no overheads), return seconds.
     """
-    shortest = [min(one.seconds for one in each) or 1.0 for each in found]
-    by_candidate = (zip(ones, shortest, strict=True) for ones in zip(*found, strict=True))
-    return [max(one.seconds / least for one, least in each) for each in by_candidate]
+    seconds = np.array([[one.seconds for one in each] for each in found])
+    shortest = seconds.min(1, keepdims=True)
+    worst: list[float] = (seconds / np.where(shortest, shortest, 1.0)).max(0).tolist()
+    return worst
 
 
 def predict(
@@ -125,8 +142,8 @@ def predict(
     overlap. ``share``: the ranks divide the simulations among them. The predictions are the same without it.
 
     The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
-    can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
-    chunks.
+    can't win: they are neither clearly faster, nor a tie that moves or holds less. For many ranks only the most
+    promising are simulated, and then the best of them with every number of chunks.
     """
     both = [simulations(traffic, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
     busy = [[one.computing() for one in ones] for ones in both]
@@ -137,19 +154,22 @@ def predict(
     def simulated(n: int) -> Passes:
         return [*zip(*(one.run_on(wires) for one in both[n]), strict=True)]
 
+    @cache
+    def moving(whole: Candidate) -> list[tuple[tuple[int, int], list[float]]]:
+        return [one.moving(wires) for one in simulations(traffic, shape, whole.circulate, whole.groups, wires[0])]
+
     _put(found, 0, simulated(0))
-    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]
-    moving: dict[Candidate, list[tuple[float, ...]]] = {}  # the number of chunks doesn't change the bytes
-    for n in range(1, len(candidates)):
-        if any(computing[n] * WORTH < each[0].seconds for each in found):
-            if alike[n] not in moving:
-                moving[alike[n]] = [*zip(*(one.moving(wires) for one in both[n]), strict=True)]
-            for each, moves in zip(found, moving[alike[n]], strict=True):
-                least = (many * max(both_ends) for many, *both_ends in zip(times, busy[n], moves, strict=True))
-                each[n] = replace(each[n], at_least=sum(least))
+    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]  # they move the same bytes
+    for n, whole in enumerate(alike):
+        if any(computing[n] <= TIE * each[0].seconds for each in found):
+            moved, seconds = zip(*moving(whole), strict=True)
+            inside, across = np.dot(times, moved).tolist()
+            for each, by_pass in zip(found, zip(*seconds, strict=True), strict=True):
+                least = sum(many * max(ends) for many, *ends in zip(times, busy[n], by_pass, strict=True))
+                each[n] = replace(each[n], at_least=least, across=across, inside=inside)
     # Most candidates need equally long to compute. Of these, the ones that move least come first.
-    moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
-    promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
+    order = [*zip(_regrets(found), map(_price, found[0]), strict=True)]
+    promising = sorted(range(1, len(candidates)), key=order.__getitem__)
     if traffic.world <= FEW:
         _simulate(found, promising, simulated, share)
         return found
@@ -183,13 +203,20 @@ def _simulate(
 def _until_none_wins(
     found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes]
 ) -> list[int]:
-    """Fill in passes of candidates in this order until no other can win; return these candidates."""
-    for at, n in enumerate(order):
-        worst = _regrets(found)
-        if worst[n] * WORTH >= min(worst[m] for m, one in enumerate(found[0]) if one.forward):
-            return [*order[:at]]
+    """Fill in passes of candidates in this order until the bounds of all others show that they can't win.
+
+    Return these candidates.
+    """
+    prices, left, ran = [_price(one) for one in found[0]], [*order], list[int]()
+    while True:
+        worst, price = _regrets(found), prices[least_regret(found)]
+        best = min(worst[n] for n, one in enumerate(found[0]) if one.forward)
+        n = next((n for n in left if worst[n] < best * (TIE if prices[n] < price else 1 / WORTH)), None)
+        if n is None:
+            return ran
         _put(found, n, simulated(n))
-    return [*order]
+        left.remove(n)
+        ran.append(n)
 
 
 def _put(found: Sequence[list[Prediction]], n: int, passes: Passes) -> None:

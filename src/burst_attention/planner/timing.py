@@ -61,6 +61,12 @@ class Wire:
         took = latency[kind] + messages.size / rate[kind]
         return self.ports[kind, messages.source], self.ports[kind, messages.target], took
 
+    def busy(self, messages: Messages, rank: int) -> float:
+        """Return the seconds that a rank's ports need for all their messages."""
+        out, into, took = self.seconds(messages)
+        each = np.maximum(*(np.bincount(port, took, 2 * len(self.nodes)) for port in (out, into)))
+        return float(each[self.ports[:, rank]].sum())
+
     def least(self, messages: Messages) -> float:
         """Return a lower bound of the exchange: the seconds of the busiest port."""
         out, into, took = self.seconds(messages)
@@ -206,7 +212,7 @@ class Timed:
     """The predicted figures of one pass."""
 
     seconds: float  # until the last rank is done; of calls that overlap, the mean
-    computing: float  # seconds in which that rank computes; the rest is exposed exchange
+    computing: float  # seconds in which that rank computes, or waits for cores that ranks share
     visits: float  # of the rank with the most
     launches: float  # of the rank with the most
     inside: float  # bytes inside of a node, of the rank that sends or receives the most
@@ -229,25 +235,29 @@ def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1, in
     ends, computed, outer = _run(messages, work.seconds, wire, in_flight)
     slowest = int(ends.argmax()) if world else 0
     call = wire.rates.overhead.call
-    kind = wire.across(messages)
-    moved = [
-        max(np.bincount(end, messages.size * (kind == n), world).max() for end in (messages.source, messages.target))
-        for n in (0, 1)
-    ]
+    inside, across = moved_bytes(messages, wire)
     alone, busy = float(ends[slowest]), float(computed[slowest])
+    at_once, shared = wire.rates.overhead.at_once, 0.0
+    if 0 < at_once < world:  # what its ports don't need, it waits for cores
+        busy, shared = max(busy, alone - wire.busy(messages, slowest)), computed.sum() / at_once
     if calls > 1:
-        at_once = wire.rates.overhead.at_once
-        shared = computed.sum() / at_once if 0 < at_once < world else 0.0
         least = max(float(computed.max()), float(shared), wire.least(messages))
         alone -= max(0.0, min(float(outer[slowest]), alone - least)) * (1 - 1 / calls)
     return Timed(
         seconds=alone + call,
-        computing=busy + call,
+        computing=min(busy, alone) + call,
         visits=float(work.visits.sum(1).max()),
         launches=float(work.launches.sum(1).max()),
-        inside=int(moved[0]),
-        across=int(moved[1]),
+        inside=inside,
+        across=across,
     )
+
+
+def moved_bytes(messages: Messages, wire: Wire) -> tuple[int, int]:
+    """Return the bytes inside of a node, and across nodes, of the rank that sends or receives the most."""
+    kind, ends = wire.across(messages), (messages.source, messages.target)
+    inside, across = (max(int(np.bincount(end, messages.size * (kind == n), 1).max()) for end in ends) for n in (0, 1))
+    return inside, across
 
 
 def _run(
@@ -363,11 +373,12 @@ class PassSimulation:
         shared = areas.sum() * self.groups.query / at_once if 0 < at_once < len(self.wire.nodes) else 0.0
         return max(float(areas.max(initial=0.0)), float(shared)) * each + rates.overhead.call
 
-    def moving(self, wires: Sequence[Wire]) -> list[float]:
-        """Return a lower bound of the seconds of the busiest port, for each of these wires."""
+    def moving(self, wires: Sequence[Wire]) -> tuple[tuple[int, int], list[float]]:
+        """Return :func:`moved_bytes`, and a lower bound of the busiest port's seconds for each of these wires."""
         whole = replace(self.groups, chunks=0)  # the number of chunks doesn't change the bytes
         messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
-        return [wire.least(messages) + wire.rates.overhead.call for wire in wires]
+        seconds = [wire.least(messages) + wire.rates.overhead.call for wire in wires]
+        return moved_bytes(messages, self.wire), seconds
 
     def run(self, messages: Messages | None = None) -> Timed:
         """Simulate the pass; ``messages``: those of another route."""
