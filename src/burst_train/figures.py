@@ -1,4 +1,4 @@
-"""Numbers formatted for people: three digits and a unit, as in 8.19 PFLOP, 1.4 GB, 23 ms."""
+"""Numbers formatted for people: three digits and a unit, as in 1.4 GB, 23 ms."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ def seconds_text(value: float) -> str:
 def bytes_text(value: float) -> str:
     """Format bytes in powers of 1000, as vendors state device memory and bandwidth: 80 GB."""
     return scaled(value, "B")
-
-
-def flops_text(value: float) -> str:
-    """Format a number of floating-point operations."""
-    return scaled(value, "FLOP")
 
 
 def tokens_text(value: int) -> str:
