@@ -31,9 +31,15 @@ $(VENV)/.ready: $(PINS)
 	@$(PIP) -e '.[dev]' -e benchmarks
 	@touch $@ $(VENV)/.demo
 
-demo: $(VENV)/.demo  ## train a small Llama on real long documents over 2 local ranks
-	@echo "make: training 100 steps, about 4 minutes on 2 cores; a bar, or a line each step, has the time that is left"
-	$(BIN)/burst train --ranks 2 --out runs/demo --overwrite --resume auto
+# Words as tokens and many short steps: after a few minutes of bytes, a model writes little but spaces.
+demo: $(VENV)/.demo  ## train a small Llama on Python's sources over 2 local ranks, and print what it writes
+	@echo "make: training 400 steps, about 4 minutes on 2 cores; a bar, or a line each step, has the time that is left"
+	$(BIN)/python examples/train_tokenizer.py runs/demo-tokenizer
+	$(BIN)/burst train --ranks 2 --tokenizer runs/demo-tokenizer --seq-len 1024 --steps 400 --out runs/demo \
+		--overwrite --resume auto
+	@echo "make: the trained model goes on after 'def':"
+	@printf def | $(BIN)/burst generate --model runs/demo/model --prompt - --ranks 1 --temperature 0.5 \
+		--max-new-tokens 80 2> $(VENV)/demo.log || (cat $(VENV)/demo.log; false)
 
 fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to run after every edit
 	$(PYTEST) -q tests/unit --ignore tests/unit/test_triton.py

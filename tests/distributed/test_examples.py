@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from burst_train.data.tokenizer import open_tokenizer
 from tests.support.processes import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,14 @@ def test_an_example_is_short_and_says_how_to_run_it(path):
     text = path.read_text("utf-8")
     assert len(text) < 4_600
     assert f"examples/{path.name}" in text.split('"""')[1]
+
+
+def test_a_tokenizer_of_words_is_trained_on_the_standard_library(tmp_path):
+    run(EXAMPLES["train_tokenizer.py"], tmp_path / "words", cwd=tmp_path)
+    tokenizer, text = open_tokenizer(str(tmp_path / "words"), "tiny"), "def größer(self):\n    return self.name\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.vocab_size == 1024 and len(ids) < len(text) / 1.5
+    assert tokenizer.inner.decode(ids[1:-1]) == text
 
 
 @pytest.mark.parametrize("world", [1, 4])

@@ -186,3 +186,4 @@ def test_make_demo_says_what_it_does_and_how_long_that_takes(tmp_path):
     assert "1 to 4 minutes" in lines[0] and all(f"make: {n} of 2" in made.stdout for n in (1, 2))
     assert all(lines[n - 1].startswith("make: ") for n in pips)
     assert "minutes" in "".join(lines[pips[-1] : trains])
+    assert lines[-1].startswith("burst generate --model runs/demo/model"), "a sample comes last"
