@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from burst_attention.planner.choice import WORTH
+from burst_attention.planner.choice import TIE
 
 from ..figures import bytes_text, digits, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
@@ -50,7 +50,7 @@ def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
     if first is not None and first is not best:
         text += (
             f" ({first.strategy} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
-            f"{WORTH - 1:.0%} is within the error of these predictions)"
+            f"{TIE - 1:.0%} is within the error of these predictions)"
         )
     if request.limit is None:
         return f"{text}. Give --device-memory to check whether it fits."

@@ -14,7 +14,7 @@ from typing import Any
 
 from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.strategy import strategy_of, text_of
-from burst_attention.planner.choice import WORTH
+from burst_attention.planner.choice import TIE
 
 from ..parallel import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
@@ -140,14 +140,14 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
 
 
 def recommended(found: Sequence[Forecast], saving: Sequence[tuple[str, Forecast]] = ()) -> Forecast | None:
-    """Return the first strategy that fits, or may fit, within :data:`WORTH` of the shortest step.
+    """Return the first strategy that fits, or may fit, within :data:`TIE` of the shortest step.
 
     If none fits, return the first of ``saving`` that does; None if none of them does.
     """
     shortest = fastest(found)
     if shortest is None:
         return next((each for _, each in saving if each.fits), None)
-    return next(each for each in _possible(found) if each.seconds <= WORTH * shortest.seconds)
+    return next(each for each in _possible(found) if each.seconds <= TIE * shortest.seconds)
 
 
 def fastest(found: Sequence[Forecast]) -> Forecast | None:
