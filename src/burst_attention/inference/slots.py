@@ -128,6 +128,11 @@ def _of_rows(rows: slice, held: Held, queries: range, reach: Reach, hole: Hole) 
             first = max(low, _slot(first_seen(query - width if query >= hole[1] else query, reach), hole))
             stop = min(high, query + 1)
             spans.append((0, 0) if blind or stop <= first else (held.below(first), held.below(stop)))
+        if len(spans) == 1:  # a decoding step: one tile, without numpy's detours
+            start, stop = spans[0]
+            if stop > start:
+                yield Seen(rows, slice(start, stop), Tiles(np.array([_full(0, 1, 0, stop - start)], np.int64)))
+            continue
         tiles = _tiles(spans)
         if len(tiles):
             start, stop = int(tiles[:, 2].min()), int(tiles[:, 3].max())

@@ -188,13 +188,13 @@ class Watch:
 @torch.compiler.disable
 def running_model() -> PreTrainedModel | None:
     """Return the outermost transformers model on this thread's call stack, or None."""
-    found, frame = None, inspect.currentframe()
+    methods, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals.get("self")
-            found = owner if isinstance(owner, PreTrainedModel) else found
+            methods.append(frame)
         frame = frame.f_back
-    return found
+    owners = (each.f_locals.get("self") for each in reversed(methods))  # f_locals copies a frame, so read few of them
+    return next((owner for owner in owners if isinstance(owner, PreTrainedModel)), None)
 
 
 def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
