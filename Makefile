@@ -37,9 +37,9 @@ demo: $(VENV)/.demo  ## train a small Llama on Python's sources over 2 local ran
 	$(BIN)/python examples/train_tokenizer.py runs/demo-tokenizer
 	$(BIN)/burst train --ranks 2 --tokenizer runs/demo-tokenizer --seq-len 1024 --steps 400 --out runs/demo \
 		--overwrite --resume auto
-	@echo "make: the trained model goes on after 'def':"
-	@printf def | $(BIN)/burst generate --model runs/demo/model --prompt - --ranks 1 --temperature 0.5 \
-		--max-new-tokens 80 2> $(VENV)/demo.log || (cat $(VENV)/demo.log; false)
+	@echo "make: the trained model goes on after 'class Test(unittest.TestCase): def':"
+	@printf 'import os\n\n\nclass Test(unittest.TestCase):\n    def' | $(BIN)/burst generate \
+		--model runs/demo/model --prompt - --ranks 1 --temperature 0.8 --max-new-tokens 80 2> $(VENV)/demo.log || (cat $(VENV)/demo.log; false)
 
 fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to run after every edit
 	$(PYTEST) -q tests/unit --ignore tests/unit/test_triton.py
