@@ -7,6 +7,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -423,6 +425,10 @@ def put_wrong(what):
         model.lm_head.weight.data *= 1.2
     if what == "forward":
         model.forward = functools.partial(type(model).forward, model)
+    if what == "FullyShardedDataParallel":  # it forwards attributes, so it seems to be the PEFT model inside
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        model = FullyShardedDataParallel(adapted, use_orig_params=True, device_id=torch.device("cpu"))
+        return refusal(hf.parallelize, model, timeout=10)
     if what in ("torch.compile", "DistributedDataParallel"):
         wrapper = torch.compile if what == "torch.compile" else torch.nn.parallel.DistributedDataParallel
         return refusal(hf.parallelize, wrapper(model), timeout=10)
@@ -446,6 +452,7 @@ def put_wrong(what):
         ("forward", "in place of its class's forward"),
         ("hook", "has a hook"),
         pytest.param("torch.compile", "model is a OptimizedModule; pass a model of", marks=pytest.mark.long),
+        ("FullyShardedDataParallel", "model is a FullyShardedDataParallel; pass a model of transformers, or a PEFT"),
         ("DistributedDataParallel", "model is a DistributedDataParallel; pass a model of transformers, or a PEFT"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
 
 from burst_attention import Strategy
@@ -99,6 +100,43 @@ def test_ranks_of_a_context_read_one_batch_count_once_evaluate_and_generate(pool
         assert before == pytest.approx(sum(losses[:-1]) * 4 / 23 + losses[-1] * 3 / 23, abs=1e-6)
         assert predicted == before
         assert generated == expected
+
+
+class OwnLoader(trainer_makers.over_contexts(Trainer)):
+    def get_eval_dataloader(self, eval_dataset=None):
+        data = trainer_makers.Stream(trainer_makers.samples(11, 2))
+        return self.accelerator.prepare(DataLoader(data, batch_size=4, collate_fn=trainer_makers.collate))
+
+
+def evaluations(folder):
+    """Return losses of data that is dropped, or refusals of data that can't be counted."""
+    found = []
+    for kind, kept, settings in (
+        (OwnLoader.__base__, trainer_makers.samples(11, 2), {"dataloader_drop_last": True}),
+        (OwnLoader, trainer_makers.samples(11, 2), {}),
+        (OwnLoader.__base__, trainer_makers.Stream(trainer_makers.samples(11, 2)), {"dataloader_num_workers": 1}),
+    ):
+        with trainer_cases.as_started(CASES["plain"], ours=True):
+            args = trainer_makers.arguments_of(CASES["plain"], True, folder, **settings)
+            model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
+            given = {"args": args, "eval_dataset": kept, "data_collator": trainer_makers.collate, "context_size": 2}
+            try:
+                found.append(kind(model=model, **given).evaluate()["eval_loss"])
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.long
+def test_evaluations_drop_the_last_batch_and_refuse_what_they_can_not_count(pools, tmp_path):
+    model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
+    rows = trainer_makers.collate(trainer_makers.samples(11, 2)[:8])
+    with torch.no_grad():
+        losses = [model(**{k: v[i : i + 4] for k, v in rows.items()}).loss.item() for i in (0, 4)]
+    for dropped, uncounted, workers in pools(2).run(evaluations, str(tmp_path)):
+        assert dropped == pytest.approx(sum(losses) / 2, abs=1e-6)
+        assert "reads a dataset without a length, whose samples are not counted" in uncounted
+        assert "dataloader_num_workers=1: samples of an evaluation dataset without a length (Stream)" in workers
 
 
 def evaluated_head(folder, problem):

@@ -170,6 +170,15 @@ def test_dropout_and_packing_without_positions_are_refused():
         ranks.run(lambda group: _one_step(copy.deepcopy(dropping), group))
 
 
+def test_a_head_with_dropout_may_be_parallelized_before_eval():
+    model = tiny.made("bert", "ForTokenClassification").train()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match=r"has p=0\.1"):
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(ids))
+    with local_world(2, timeout=30) as ranks:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group).eval()(ids))
+
+
 def _one_step(model, group):
     hf.parallelize(model, group)
     model.train()

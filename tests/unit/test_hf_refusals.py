@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
 
-from burst_attention import Mask, Strategy, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import parts
 from burst_attention.integrations.hf.checks import MaskRequest
@@ -76,6 +76,16 @@ def test_refused_calls(llama, message):
 def test_calls_that_the_refused_ones_depart_from(llama):
     for given in ({}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}):
         assert call(llama, make_plan(SEQLEN), **given).logits.isfinite().all()
+
+
+def test_an_attention_without_soft_caps_is_refused(llama):
+    def plain(q, k, v, plan, *, scale=None):
+        return burst_attention(q, k, v, plan, scale=scale)
+
+    assert call(llama, make_plan(SEQLEN), attend=plain).logits.isfinite().all()
+    for name, key, value in (("softcap", "softcap", 3.0), ("sinks", "s_aux", torch.zeros(4))):
+        with pytest.raises(ValueError, match=f"{name}=.* of the layer: the attention 'plain' does not take it"):
+            call(llama, make_plan(SEQLEN), attend=plain, **{key: value})
 
 
 def test_position_ids_are_compared_again(llama):

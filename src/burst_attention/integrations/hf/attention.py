@@ -95,6 +95,7 @@ class Attention:
             return plan(module, (query, key, value), attention_mask, **asked, options=options), None
         with Plans.of(plan).one.agreement.entering("burst_attention", once=True):
             checks.check_keywords(dropout, others, getattr(module, "config", None))
+            checks.check_attend(attend, options)
             request = checks.mask_request(attention_mask)
             chunk = None if request is None else request.chunk
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,6 +182,18 @@ def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None
             continue
         remedy = _REFUSED.get(name, "its effect on the attention is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
+
+
+def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse an attention function of the caller that doesn't take the layer's soft cap or sinks."""
+    if len(options) > 1:
+        taken = inspect.signature(attend).parameters
+        open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        for name in options.keys() - taken.keys() if not open_ended else ():
+            raise ValueError(
+                f"{name}={shown(options[name])} of the layer: the attention {getattr(attend, '__name__', attend)!r} "
+                "does not take it; use burst_attention"
+            )
 
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:

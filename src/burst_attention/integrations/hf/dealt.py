@@ -17,7 +17,10 @@ from . import checks
 
 
 class DealtCache(Cache):
-    """A cache that each rank holds a part of: the base of :class:`burst_attention.inference.ShardedCache`."""
+    """A cache that each rank holds a part of: the base of :class:`burst_attention.inference.ShardedCache`.
+
+    ``cached.py`` calls ``check``, ``prefilling``, ``stepping`` and ``states`` of it, besides those of transformers.
+    """
 
     @contextmanager
     def recurring(self, number: int) -> Iterator[Past]:

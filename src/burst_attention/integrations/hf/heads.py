@@ -118,7 +118,7 @@ def find_form(model: nn.Module) -> LogitForm:
 
 def _base(model: Any) -> Any:
     """Return the model inside of a PEFT model; other models themselves."""
-    adapted = not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model")
+    adapted = not isinstance(model, PreTrainedModel) and hasattr(type(model), "get_base_model")
     return model.get_base_model() if adapted else model
 
 

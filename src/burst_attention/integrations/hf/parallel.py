@@ -101,7 +101,7 @@ def parallelize(
     Raises:
         TypeError, ValueError: the model can't run on shards, or an argument is wrong; on every rank.
     """
-    adapted = not isinstance(model, torch._dynamo.OptimizedModule) and hasattr(model, "get_base_model")
+    adapted = hasattr(type(model), "get_base_model")  # a wrapper such as FSDP1 forwards its model's attributes
     base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
     chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
     plan = make_plan(1, strategy=strategy, call=call_shape(base, chunks), group=group, timeout=timeout)
@@ -163,7 +163,7 @@ def unparallelize(model: Model) -> Model:
     Raises:
         ValueError: ``model`` is not parallelized.
     """
-    wrapped = not isinstance(model, _Parallel) and hasattr(model, "get_base_model")
+    wrapped = not isinstance(model, _Parallel) and hasattr(type(model), "get_base_model")
     base: Any = model.get_base_model() if wrapped else model  # type: ignore[operator]
     if not isinstance(base, _Parallel):
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")

@@ -210,7 +210,7 @@ def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bo
     Args:
         model: the model.
         body: the part that runs on shards, if not all of the model; the rest runs whole on each rank.
-        dropout: False allows ``nn.Dropout`` in the body, because ``eval()`` may follow.
+        dropout: False allows ``nn.Dropout``, because ``eval()`` may follow.
     """
     inside = {id(part) for part in (model if body is None else body).modules()}
     for name, part in model.named_modules():
@@ -222,7 +222,7 @@ def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bo
                 f"{_shown(name, part)} draws random values in training, different on each rank; call eval(), or {ALONE}"
             )
         of_module = isinstance(part, nn.modules.dropout._DropoutNd)
-        rates = vars(part) if dropout or not (sharded and of_module) else {}
+        rates = vars(part) if dropout or not of_module else {}
         for setting, value in rates.items():
             # The attention refuses its own dropout, in the words of its configuration.
             random = _is_rate(setting) and (of_module or setting != "p") and not (sharded and "att" in setting)

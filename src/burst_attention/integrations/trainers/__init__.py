@@ -33,6 +33,7 @@ from ..hf.memory import Memory
 from ..hf.parallel import parallelize
 from ..hf.vision import whole_arguments
 from .checks import (
+    check_countable,
     check_hooks,
     check_memory,
     check_order,
@@ -155,11 +156,7 @@ class BurstMixin(OneGeneration):
         """Return a data loader; count the samples that an evaluation reads from a dataset without a length."""
         trainer: Any = self
         if self._context_size != 1 and not is_training and not has_length(dataset):
-            if trainer.args.dataloader_num_workers:
-                raise ValueError(
-                    f"dataloader_num_workers={trainer.args.dataloader_num_workers}: samples of an evaluation dataset "
-                    "without a length can't be counted in workers; set 0, or pass a dataset with a length"
-                )
+            check_countable(trainer.args, dataset)
             dataset = Counted(dataset)
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
 
@@ -189,9 +186,16 @@ class BurstMixin(OneGeneration):
             )
         trainer: Any = self
         state, contexts = trainer.accelerator.gradient_state, trainer.accelerator.num_processes
-        if state.end_of_dataloader and state.remainder < 0:  # accelerate did not know the number of samples
-            read = samples_of(state.active_dataloader)
-            state.active_dataloader.remainder = read % (trainer.args.eval_batch_size * contexts)
+        if state.end_of_dataloader and state.remainder < 0:  # accelerate does not know the number of samples
+            loader = state.active_dataloader
+            read = samples_of(loader)
+            if read is not None:
+                loader.remainder = read % (trainer.args.eval_batch_size * contexts)
+            elif not has_length(loader.dataset):
+                raise ValueError(
+                    "the evaluation's data loader reads a dataset without a length, whose samples are not counted; "
+                    "let get_eval_dataloader return that of BurstMixin, or use a dataset with a length"
+                )
         shared = contexts > 1 and "labels" in inputs
         own = self._own_samples(inputs["labels"]) if shared else 0
         if own:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from ..hf.batch import IGNORED
 from ..hf.checks import shown
@@ -85,6 +86,15 @@ def check_hooks(kind: type, mixin: type) -> None:
             )
 
 
+def check_countable(args: Any, dataset: Any) -> None:
+    """Refuse an evaluation ``dataset`` without a length if workers, whose samples can't be counted here, read it."""
+    if args.dataloader_num_workers:
+        raise ValueError(
+            f"dataloader_num_workers={args.dataloader_num_workers}: samples of an evaluation dataset without a length "
+            f"({type(dataset).__name__}) can't be counted in workers; set 0, or pass a dataset with a length"
+        )
+
+
 def check_settings(trainer: Any) -> None:
     """Refuse settings that need whole logits, handle ranks themselves or replace the model's forward."""
     args = trainer.args
@@ -112,6 +122,10 @@ def check_settings(trainer: Any) -> None:
         if value:
             raise ValueError(f"{name}={shown(value)} {why}")
     _check_dropout(trainer.model)
+    evaluated = trainer.eval_dataset
+    for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
+        if dataset is not None and not has_length(dataset):
+            check_countable(args, dataset)
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
             "train_sampling_strategy='batch_rebalance' distributes batches by rank; choose 'group_by_length'"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
@@ -91,9 +92,9 @@ class Counted(IterableDataset):
         return getattr(self.dataset, name)
 
 
-def samples_of(loader: DataLoader) -> int:
-    """Return how many samples the loader's :class:`Counted` dataset has yielded on this rank."""
+def samples_of(loader: DataLoader) -> int | None:
+    """Return how many samples the loader's :class:`Counted` dataset has yielded on this rank; None if it has none."""
     dataset: Any = loader.dataset
-    while not isinstance(dataset, Counted):  # accelerate shards it over contexts
+    if isinstance(dataset, IterableDatasetShard):  # accelerate's, of a context
         dataset = dataset.dataset
-    return dataset.samples
+    return dataset.samples if isinstance(dataset, Counted) else None
