@@ -5,11 +5,13 @@ tests/gpu tests the packages themselves. These tests cover windows, pieces, padd
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.attention import prepare
-from burst_attention.kernels import aten, choose, explain, flash, prove, windowed
+from burst_attention.kernels import aten, choose, cudnn_graphs, explain, flash, prove, windowed
+from burst_attention.kernels.cudnn_graphs import CudnnGraphs
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
 from burst_attention.kernels.remembered import Remembered
@@ -232,17 +235,120 @@ class Emulated:
         return *gradients(*inputs, self.seen(a), a.scale), None
 
 
+class Place:
+    """A tensor of an emulated graph: its type, its dims and strides."""
+
+    def __init__(self, kind: str = "", dims=None, strides=None) -> None:
+        self.kind, self.dims, self.strides, self.output = kind, dims, strides, False
+
+    def set_output(self, output: bool) -> Place:
+        self.output = output
+        return self
+
+    def set_dim(self, dims: list[int]) -> Place:
+        self.dims = dims
+        return self
+
+    def set_stride(self, strides: list[int]) -> Place:
+        self.strides = strides
+        return self
+
+    def set_data_type(self, kind: str) -> Place:
+        self.kind = kind
+        return self
+
+
+class Graph:
+    """A graph of cuDNN's front end, with the faults of versions before 9.26."""
+
+    STEPS = ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans")
+    KINDS: ClassVar = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
+
+    def __init__(self, *, io_data_type: str, intermediate_data_type: str, compute_data_type: str, handle: str) -> None:
+        assert intermediate_data_type == compute_data_type == "FLOAT" and handle == "a handle"
+        self.io, self.steps, self.runs = io_data_type, list[str](), 0
+
+    def __getattr__(self, name: str):
+        assert name in self.STEPS, name
+        return lambda *_: self.steps.append(name)
+
+    def tensor_like(self, x: Tensor) -> Place:
+        return Place(self.KINDS[x.dtype], list(x.shape), list(x.stride()))
+
+    def sdpa(self, *, name, q, k, v, generate_stats, attn_scale, **mask) -> tuple[Place, ...]:
+        assert name and generate_stats
+        self.inputs, self.scale, self.mask = (q, k, v), attn_scale, mask
+        self.outputs = Place(self.io), Place()
+        return self.outputs
+
+    def sdpa_backward(self, *, name, q, k, v, o, dO, stats, attn_scale, **mask) -> tuple[Place, ...]:
+        assert name and stats.kind == "FLOAT" and stats.dims == [*q.dims[:3], 1]
+        self.inputs, self.scale, self.mask = (q, k, v, o, dO, stats), attn_scale, mask
+        self.outputs = Place(self.io), Place(self.io), Place(self.io)
+        return self.outputs
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def seen(self, rows: int, columns: int) -> Tensor:
+        mask = dict(self.mask)
+        corner, right = mask.pop("diagonal_alignment", None), mask.pop("diagonal_band_right_bound", None)
+        left = mask.pop("diagonal_band_left_bound", None)
+        assert not mask and right in (None, 0) and (left is None or (left >= 1 and rows == columns))
+        middle = torch.arange(rows)[:, None] + (columns - rows if corner == "BOTTOM_RIGHT" else 0)
+        j, seen = torch.arange(columns)[None], torch.ones(rows, columns, dtype=torch.bool)
+        seen = seen if right is None else seen & (j <= middle)
+        return seen if left is None else seen & (j > middle - left)
+
+    def execute(self, buffers: dict[Place, Tensor], workspace: Tensor, *, handle: str) -> None:
+        assert tuple(self.steps) == self.STEPS and handle == "a handle" and workspace.dtype == torch.uint8
+        for place, x in buffers.items():
+            assert (place.dims, place.strides) == (list(x.shape), list(x.stride())) and x.stride(-1) == 1
+            assert place.kind == self.KINDS[x.dtype]
+        assert {*buffers} == {*self.inputs, *self.outputs} and all(place.output for place in self.outputs)
+        self.runs += 1
+        q, k, v, *rest = (buffers[place] for place in self.inputs)
+        seen = self.seen(q.shape[2], k.shape[2])
+        if not rest:
+            out, lse = dense(q, k, v, seen, self.scale)
+            fill((buffers[place] for place in self.outputs), (out, lse.unsqueeze(-1)))
+            return
+        out, dout, lse = rest[0], rest[1], rest[2].squeeze(-1)
+        grads = [x.clone() for x in gradients(dout, q, k, v, out, lse, seen, self.scale)]
+        if k.shape[2] % 128 == 64 and (lse < -88.7).any():
+            grads[0].fill_(math.nan)
+        if q.shape[2] == 1 and (lse < 0).any():
+            grads[1].fill_(math.nan)
+        fill((buffers[place] for place in self.outputs), grads)
+
+
+FRONTEND = SimpleNamespace(
+    pygraph=Graph,
+    data_type=SimpleNamespace(FLOAT="FLOAT", HALF="HALF", BFLOAT16="BFLOAT16"),
+    heur_mode=SimpleNamespace(A="A", FALLBACK="FALLBACK"),
+    diagonal_alignment=SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT"),
+    backend_version=lambda: 91900,
+)
+
+
+class EmulatedGraphs(CudnnGraphs):
+    def _handle(self, device: torch.device) -> contextlib.AbstractContextManager[str]:
+        return contextlib.nullcontext("a handle")
+
+
 def kernel_over(name: str, installed, monkeypatch):
     if name.startswith("flash"):
         installed(int(name[-1]), FLASH[int(name[-1])])
         return Windowed(flash.flash_ops(int(name[-1])))
     for module in (aten, windowed):
         monkeypatch.setattr(module, "_aten", Emulated())
+    if name == "cudnn":
+        return Windowed(EmulatedGraphs(FRONTEND, windowed.CudaFlash()))
     ops = {"aten-flash": windowed.CudaFlash, "aten-cudnn": aten.Cudnn, "aten-efficient": aten.Efficient}[name]()
     return Windowed(ops) if name == "aten-flash" else aten.Aten(ops)
 
 
-STOCK = ("flash2", "flash3", "flash4", "aten-flash", "aten-cudnn", "aten-efficient")
+STOCK = ("flash2", "flash3", "flash4", "aten-flash", "aten-cudnn", "aten-efficient", "cudnn")
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -268,7 +374,9 @@ def test_variants(name, variant, installed, monkeypatch):
     compare(kernel_over(name, installed, monkeypatch), BANDS[band], dim, value_dim, **options)
 
 
-@pytest.mark.parametrize(("name", "scale"), [*((name, -0.7) for name in STOCK), ("flash2", 0.0), ("aten-cudnn", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "scale"), [*((name, -0.7) for name in STOCK), ("flash2", 0.0), ("aten-cudnn", 0.0), ("cudnn", 0.0)]
+)
 def test_calls_give_it_a_positive_scale(name, scale, installed, monkeypatch):
     """These kernels compute the maximum of unscaled scores, and multiply a mask's -inf by the scale."""
     kernel, given = kernel_over(name, installed, monkeypatch), []
@@ -346,7 +454,7 @@ def test_an_lse_of_another_shape_is_refused(installed):
 
 
 def test_widths_without_a_program_are_refused(installed, monkeypatch):
-    for name, widest in (("flash2", 256), ("aten-cudnn", 128), ("aten-efficient", 256)):
+    for name, widest in (("flash2", 256), ("aten-cudnn", 128), ("cudnn", 128), ("aten-efficient", 256)):
         kernel = kernel_over(name, installed, monkeypatch)
         monkeypatch.setattr(type(kernel.ops), "check", lambda *_: None)  # which asks for a GPU
         kernel.check(CPU, torch.bfloat16, (widest, 16))
@@ -354,16 +462,60 @@ def test_widths_without_a_program_are_refused(installed, monkeypatch):
             kernel.check(CPU, torch.bfloat16, (16, 264))
 
 
-@pytest.mark.parametrize(("name", "dim"), [("flash2", 256), ("aten-flash", 254), ("aten-cudnn", 128)])
+@pytest.mark.parametrize(("name", "dim"), [("flash2", 256), ("aten-flash", 254), ("aten-cudnn", 128), ("cudnn", 128)])
 def test_the_widest_heads_have_room_for_a_gradient_of_the_lse_alone(name, dim, installed, monkeypatch):
     """No column can be appended, so a separate call adds D's contribution."""
     compare(kernel_over(name, installed, monkeypatch), BANDS["several"], dim, dim, dlse=True)
 
 
-def test_a_single_query_or_key_goes_around_cudnn(installed, monkeypatch):
-    kernel = kernel_over("aten-cudnn", installed, monkeypatch)
+@pytest.mark.parametrize("name", ["aten-cudnn", "cudnn"])
+def test_a_single_query_or_key_goes_around_cudnn(name, installed, monkeypatch):
+    kernel = kernel_over(name, installed, monkeypatch)
     compare(kernel, [(0, 1, 0, 1, 0, 0)], 16, 16)
     compare(kernel, [(0, 1, 0, 9, -8, 0)], 16, 16)
+
+
+def test_cudnn_gets_the_bands_that_it_computes_well(installed, monkeypatch):
+    ops = kernel_over("cudnn", installed, monkeypatch).ops
+    well = {(9, 9, None, None), (9, 9, None, 0), (5, 9, None, 0), (9, 9, 4, 0), (9, 5, None, None)}
+    elsewhere = {
+        (5, 9, 4, 0),  # slow
+        (9, 9, 4, 4),
+        (9, 9, None, 4),
+        (9, 9, 4, None),
+        (1, 9, None, 0),  # NaN where lse is negative
+        (9, 1, None, None),
+        (9, 192, None, None),  # NaN in dQ where lse is below -88.7
+    }
+    for rows, columns, left, right in well | elsewhere:
+        assert ops.takes(rows, columns, Window(left, right)) == ((rows, columns, left, right) in well)
+    newer = replace(ops, frontend=SimpleNamespace(backend_version=lambda: 92600))
+    assert newer.takes(9, 192, Window(None, None))
+
+
+def test_a_graph_is_built_once_for_each_shape_band_and_scale(installed, monkeypatch):
+    monkeypatch.setattr(cudnn_graphs, "MOST_GRAPHS", 3)
+    ops = kernel_over("cudnn", installed, monkeypatch).ops
+    q, k, v = (torch.randn(1, 9, heads, 16) for heads in (4, 2, 2))
+    for _ in range(2):
+        for scale, window in ((1.0, Window(None, 0)), (0.5, Window(None, 0)), (0.5, Window(3, 0))):
+            out, lse = ops.forward(q, k, v, window, scale)
+            seen = bottom_right(9, 9, *window)
+            expected = dense(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale)
+            for x, y in zip((out.transpose(1, 2), lse), expected, strict=True):
+                assert relative_l2(x, y) < 1e-6
+    assert [graph.runs for graph, *_ in ops.built.values()] == [2, 2, 2]
+    ops.forward(q, k, v, Window(None, None), 1.0)
+    assert len(ops.built) == 3
+
+
+def test_a_front_end_that_is_not_there(monkeypatch):
+    cudnn_graphs.cudnn_graphs.cache_clear()
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(
+        ValueError, match=r"kernel='cudnn' needs cuDNN's front end .* pip install nvidia-cudnn-frontend"
+    ):
+        choose("cudnn", device=CPU, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("empty", [slice(0, 16), slice(16, 32), slice(0, 62), slice(0, 0)])
@@ -557,11 +709,11 @@ def asked(monkeypatch):
         (8, ["flash2", "aten-flash", "triton"], ["flash2", "triton"]),
         (
             9,
-            ["flash4", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"],
-            ["flash4", "flash3", "flash2", "triton"],
+            ["flash4", "cudnn", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"],
+            ["flash4", "cudnn", "flash3", "flash2", "triton"],
         ),
-        (10, ["flash4", "aten-cudnn", "flash2", "triton"], ["flash4", "flash2", "triton"]),
-        (12, ["flash4", "aten-cudnn", "flash2", "triton"], ["flash4", "flash2", "triton"]),
+        (10, ["flash4", "cudnn", "aten-cudnn", "flash2", "triton"], ["flash4", "cudnn", "flash2", "triton"]),
+        (12, ["flash4", "cudnn", "aten-cudnn", "flash2", "triton"], ["flash4", "cudnn", "flash2", "triton"]),
     ],
 )
 def test_auto_tries_the_fastest_first_unless_sums_must_have_an_order(monkeypatch, asked, capability, plain, windows):
@@ -581,15 +733,15 @@ EXPLAINED = {
     (8, (), False, False): ("aten-flash", ["flash2"]),
     (8, (2,), False, False): ("flash2", []),
     (8, (), True, False): ("triton", ["flash2"]),
-    (9, (), False, False): ("aten-cudnn", ["flash4"]),
+    (9, (), False, False): ("aten-cudnn", ["flash4", "cudnn"]),
     (9, (4,), False, False): ("flash4", []),
-    (9, (2,), False, False): ("aten-cudnn", ["flash4"]),
-    (9, (), True, False): ("triton", ["flash4", "flash3", "flash2"]),
-    (9, (2,), True, False): ("flash2", ["flash4", "flash3"]),
+    (9, ("cudnn", 2), False, False): ("cudnn", ["flash4"]),
+    (9, (), True, False): ("triton", ["flash4", "cudnn", "flash3", "flash2"]),
+    (9, ("cudnn",), True, False): ("cudnn", ["flash4"]),
     (9, (), False, True): ("aten-flash", ["flash4", "flash3", "flash2"]),
-    (9, (3,), False, True): ("flash3", ["flash4"]),
-    (9, (4,), True, True): ("flash4", []),
-    (10, (), False, False): ("aten-cudnn", ["flash4"]),
+    (9, (3, "cudnn"), False, True): ("flash3", ["flash4"]),
+    (9, (4, "cudnn"), True, True): ("flash4", []),
+    (10, (), False, False): ("aten-cudnn", ["flash4", "cudnn"]),
     (10, (2,), True, True): ("flash2", ["flash4"]),
     (10, (), False, True): ("triton", ["flash4", "flash2"]),
 }
@@ -602,7 +754,9 @@ def test_a_sentence_says_what_a_gpu_takes_and_what_would_be_faster(fresh, instal
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
     monkeypatch.setattr(kernels, "_capability", lambda _: capability)
     monkeypatch.setattr(kernels, "check_once", lambda *_, **__: None)
-    for generation in packages:
+    cudnn_graphs.cudnn_graphs.cache_clear()
+    monkeypatch.setitem(sys.modules, "cudnn", FRONTEND if "cudnn" in packages else None)
+    for generation in set(packages) - {"cudnn"}:
         installed(generation, FLASH[generation])
     told = explain(device="cuda", dtype=torch.float16, banded=banded)  # which the interpreter has
     taken, faster = EXPLAINED[emulated]
@@ -610,6 +764,7 @@ def test_a_sentence_says_what_a_gpu_takes_and_what_would_be_faster(fresh, instal
     assert told.startswith(f"auto takes {taken} for torch.float16 on cuda, {kind}")
     assert re.findall(r"[,:] (\S+) \(kernel='", told) == faster
     assert told.count("pip install") == len(faster)
+    cudnn_graphs.cudnn_graphs.cache_clear()
 
 
 def test_flash_attention_adds_in_a_fixed_order_only_if_asked(installed, asked):

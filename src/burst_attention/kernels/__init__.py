@@ -15,9 +15,10 @@ MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile cos
 
 # The kernels that ``auto`` tries in half precision on a GPU, by compute capability (major) and kind of mask, fastest
 # first. Measured on one H100 (torch 2.11, cuDNN 9.19), bf16, 16 heads of 128, 16,384 tokens, forward / backward in
-# TFLOP/s: causal: aten-cudnn 635 / 500, triton 399 / 188, PyTorch's FlashAttention 2 300 / 299; window of 4,096:
-# triton 336 / 172, aten-flash 247 / 69, aten-cudnn 106 / 59. On an H200 NVIDIA publishes 702 / 606 for
-# FlashAttention 4, causal, 64 / 8 heads. Other capabilities were not measured.
+# TFLOP/s: causal: aten-cudnn 635 / 500, cudnn 621 / 500 (32 / 8 heads 574 / 513), triton 399 / 188, PyTorch's
+# FlashAttention 2 300 / 299; window of 4,096: cudnn 577 / 481, triton 336 / 172, aten-flash 247 / 69, aten-cudnn
+# 106 / 59. On an H200 NVIDIA publishes 702 / 606 for FlashAttention 4, causal, 64 / 8 heads. Other capabilities were
+# not measured.
 _PLAIN, _BANDED, _MANY = "full and causal tiles", "windows", "many documents"
 _RANKED: dict[int, dict[str, tuple[str, ...]]] = {
     8: {
@@ -26,17 +27,18 @@ _RANKED: dict[int, dict[str, tuple[str, ...]]] = {
         _MANY: ("triton", "flash2"),
     },
     9: {
-        _PLAIN: ("flash4", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"),
-        _BANDED: ("flash4", "flash3", "flash2", "triton"),
+        _PLAIN: ("flash4", "cudnn", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"),
+        _BANDED: ("flash4", "cudnn", "flash3", "flash2", "triton"),
         _MANY: ("triton", "flash4", "flash3", "flash2"),
     },
     10: {
-        _PLAIN: ("flash4", "aten-cudnn", "flash2", "triton"),
-        _BANDED: ("flash4", "flash2", "triton"),
+        _PLAIN: ("flash4", "cudnn", "aten-cudnn", "flash2", "triton"),
+        _BANDED: ("flash4", "cudnn", "flash2", "triton"),
         _MANY: ("triton", "flash4", "flash2"),
     },
 }
-_UNORDERED = ("aten-cudnn",)  # these add in no fixed order, whatever they are asked for
+# These add in no fixed order, whatever they are asked for.
+_UNORDERED = ("cudnn", "aten-cudnn")
 
 
 def _reference() -> Kernel:
@@ -63,6 +65,13 @@ def _aten_flash() -> Kernel:
     return Windowed(CudaFlash())
 
 
+def _cudnn() -> Kernel:
+    from .cudnn_graphs import cudnn_graphs
+    from .windowed import Windowed
+
+    return Windowed(cudnn_graphs())
+
+
 def _flash(generation: int) -> Kernel:
     from .flash import flash_ops
     from .windowed import Windowed
@@ -86,6 +95,7 @@ _MAKERS: dict[str, Callable[[], Kernel]] = {
     "aten-fp32": functools.partial(_aten, "CpuFlash", upcast=True),
     "aten-flash": _aten_flash,
     "aten-cudnn": functools.partial(_aten, "Cudnn"),
+    "cudnn": _cudnn,
     "aten-efficient": functools.partial(_aten, "Efficient"),
     "flash2": functools.partial(_flash, 2),
     "flash3": functools.partial(_flash, 3),

@@ -19,7 +19,10 @@ from .reference import Reference
 from .remembered import Remembered
 
 _PROVED = Remembered("proved-kernels.json")
-_OTHERS = "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"
+_OTHERS = (
+    *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"),
+    "nvidia-cudnn-frontend",
+)
 
 # In order: causal; windows over a tall and over a wide rectangle, which differ by the corner they are aligned to; full;
 # tall and limited on the left only. Each has several blocks and odd sizes; some rows and columns have no tile.
