@@ -76,12 +76,14 @@ def test_other_commands_read_them_too(tmp_path: Any) -> None:
 @pytest.mark.long
 def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_path: Any) -> None:
     asked = ["--seq-len", "32K", "--batch", "8", "--documents", "4", "--ranks", "8", "--packing", "balanced"]
-    out = reported(capsys, *asked, "--json", f"{tmp_path}/plan.json")
+    out = reported(capsys, *asked, "--all", "--json", f"{tmp_path}/plan.json")
     assert "llama-3-8b, 8 packed sequences of 32K tokens over 8 ranks" in out
     assert "--seq-len 32768 --max-positions 32768 --dtype" in out
     assert "--packing balanced --batch 8 --data DATA" in out and "--pack none" not in out
     assert "zigzag-ring: not possible: it has no layout balanced; leave --packing balanced out to see it" in out
-    held = json.loads((tmp_path / "plan.json").read_text())
+    text = (tmp_path / "plan.json").read_text()
+    assert out.endswith(text)
+    held = json.loads(text)
     assert (held["seq_len"], held["joined"]) == (32768, 8)
     ours = held["strategies"][0]
     assert sum(ours["sent"]["attention"]) == 0, "32 equal documents stay whole on 8 ranks"

@@ -74,8 +74,10 @@ class PlanArguments:
     """A device's bf16 peak in TFLOP/s (10^12 operations per second). Overrides the preset."""
     device_memory: Positive | None = None
     """A device's memory in GB (10^9 bytes). Overrides the preset."""
+    all: bool = False
+    """Print all figures of all strategies, and of options that save memory, as JSON."""
     json: Name | None = None
-    """Write all figures of all strategies, and of options that save memory, to this JSON file."""
+    """Write what --all prints to this file."""
 
     def check(self) -> None:
         """Raise ValueError if an argument is invalid or contradicts another."""
@@ -147,9 +149,10 @@ def main(arguments: list[str]) -> int:
         parsed.check()
         request = parsed.request()
         found = forecasts(request)
-        saving = savings(request) if parsed.json is not None or fastest(found) is None else []
+        saving = savings(request) if parsed.all or parsed.json is not None or fastest(found) is None else []
+        figures = json.dumps(as_dict(request, found, saving), indent=1)
         if parsed.json is not None:
-            Path(parsed.json).write_text(json.dumps(as_dict(request, found, saving), indent=1) + "\n", "utf-8")
+            Path(parsed.json).write_text(figures + "\n", "utf-8")
     except (ValueError, OSError) as error:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
@@ -164,4 +167,6 @@ def main(arguments: list[str]) -> int:
     wide.print(f"[bold]{verdict(request, found, saving)}[/]")
     if best is not None:
         wide.print(command(request, best.flags), markup=False)
+    if parsed.all:
+        wide.print(figures, markup=False)
     return 0
