@@ -119,7 +119,6 @@ def refused(what):
         batch["pixel_values"][0] += dist.get_rank()
     elif what.endswith("random values"):
         model.model.visual.blocks[0].add_module("more", torch.nn.Dropout(0.1))
-        return refusal(hf.parallelize, model, timeout=60)
     hf.parallelize(model, timeout=60)
     if what.startswith("extra="):
         extra = hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)}))

@@ -139,7 +139,7 @@ CUT = Strategy(ulysses_degree=2, cache_qkv=True)
     [
         ("plain", True, None, False, [1, 1, 1, 1]),
         ("packed", None, CUT, False, [1, 2, 2]),
-        ("plain", None, None, True, [1, 2, 3, 3]),  # parallelize expects fp32, the first call shows bf16
+        ("plain", None, None, True, [1, 2, 2, 2]),  # parallelize expects fp32, the first call shows bf16
     ],
 )
 @pytest.mark.long

@@ -190,7 +190,7 @@ DIFFER: Cases = [
     ),
     (
         "burst_attention(q.clone().requires_grad_(rank == 0), k, v, plan)",
-        "DisagreementError: burst_attention: the ranks disagree on cache_qkv: rank 0 has True, rank 1",
+        "DisagreementError: burst_attention: the ranks disagree on gradients wanted by q, k, v, sinks: rank 0 has",
     ),
     (
         "burst_attention(q, k, v, plan, kernel=['aten', 'reference'][rank])",
@@ -323,7 +323,10 @@ MODELS: Cases = [
     ("forward(thinned)", "ValueError: layers.0.mlp.more (Dropout) has p=0.1, so it draws random values: they"),
     ("hf.parallelize(lily, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) is"),
     ("hf.parallelize(activated, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) uses"),
-    ("hf.parallelize(dropping, plan.transport.group)", "ValueError: model.visual.blocks.0.more (Dropout) has p=0.1,"),
+    (
+        "hf.parallelize(dropping, plan.transport.group)(**images)",
+        "ValueError: model.visual.blocks.0.more (Dropout) has",
+    ),
     ("seeing(**{**images, 'position_ids': places})", "ValueError: position_ids are refused: a vision-language model"),
     ("seeing(**{**images, 'attention_mask': in_front})", "ValueError: padding in front of the tokens: not supported"),
     ("seeing(**images, pixels=places)", "ValueError: pixels=Tensor [1, 43] is refused: its effect over ranks is"),

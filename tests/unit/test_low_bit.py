@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from burst_train.checkpoint import snapshot
 from burst_train.checkpoint.moments import MOMENTS, plain, put_back
 from burst_train.checkpoint.snapshot import put_moments, tensors_of
-from burst_train.config import OptimConfig, RunConfig, TrainConfig, with_settings
+from burst_train.config import OptimConfig, RunConfig, TrainConfig
 from burst_train.memory import MemoryConfig
 from burst_train.step import optim
 from burst_train.step.optim import check_optimizer, make_optimizer, make_schedule
@@ -64,17 +64,6 @@ def test_loaded_moments_reach_the_optimizer() -> None:
         tensors[f"{name}.weight"].fill_(5 + n)
     put_moments(model, optimizer, tensors)
     assert [state[name].unique().item() for name in MOMENTS] == [5, 6]
-
-
-def test_older_checkpoints_name_no_optimizer_and_another_offload() -> None:
-    saved = snapshot.settings_of(TrainConfig())
-    saved["memory"] |= {"offload": "activations", "remat": "layer"}
-    del saved["memory"]["optimizer"]
-    found = snapshot.settings_to_go_on(saved)
-    assert found["optimizer"] == "adamw" and found["offload"] == "host"
-    snapshot.check_same_run(TrainConfig(), saved)
-    with pytest.raises(ValueError, match="--optimizer adamw-8bit differs"):
-        snapshot.check_same_run(with_settings({"optimizer": "adamw-8bit"}), saved)
 
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
