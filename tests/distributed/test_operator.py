@@ -110,7 +110,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (18, "1658948df1c0")
+LAST = (18, "081e060812aa")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

@@ -39,17 +39,11 @@ SAME_BATCH = (
 
 
 class Plans(Mapping[Reach, Plan]):
-    """The plans of one call, one for each reach of its layers.
+    """The plans of one call, one for each reach of its layers, over the same ranks; one without chunks first.
 
-    Args:
-        by_window: at least one plan, one without chunks first. They cover the same ranks and differ only in windows and
-            chunks.
-        positions: the position ids of the call, if the caller has checked the model and cut them itself. An attention
-            that gets this same tensor object skips the comparison and the search for the model. Compilers can trace
-            an identity check, but not a comparison of values.
-        rotary: ``positions`` are a vision-language model's own, and its attention gets others, or none.
-        masked: the model made its masks for the whole batch, and they became the plans' masks. Whether a layer calls
-            itself causal then has no effect.
+    ``positions``: position ids that the caller checked; an attention that gets this tensor object compares no values.
+    ``rotary``: ``positions`` are a vision-language model's own, and its attention gets others, or none.
+    ``masked``: the plans' masks are the model's own, so whether a layer calls itself causal has no effect.
     """
 
     def __init__(
@@ -65,11 +59,7 @@ class Plans(Mapping[Reach, Plan]):
 
     @classmethod
     def of(cls, plan: Any) -> Plans:
-        """Wrap a caller's ``plan`` argument: one plan for all layers, or a mapping by window.
-
-        Raises:
-            TypeError, ValueError: ``plan`` is neither. Only this rank raises; it can't notify others without a plan.
-        """
+        """Wrap a caller's ``plan`` argument: one plan for all layers, or a mapping by window."""
         if isinstance(plan, Plans):
             return plan
         if plan is None:
@@ -86,11 +76,7 @@ class Plans(Mapping[Reach, Plan]):
 
     @classmethod
     def by_windows(cls, plan: Plan, windows: Iterable[Reach], cu_seqlens: Sequence[int] | None) -> Plans:
-        """Return ``plan`` for each window and chunk size, with these documents. Exchanges nothing.
-
-        Whether the masks are causal follows from ``plan``. A layout that depends on the mask is cut again for the
-        widest window. All layers then share that layout.
-        """
+        """Return ``plan`` for each window and chunk size, with these documents, in one layout. Exchanges nothing."""
         distinct = dict.fromkeys(windows)
         if all(isinstance(each, Chunked) for each in distinct):  # positions and labels need the documents alone
             distinct = {None: None, **distinct}
@@ -119,14 +105,7 @@ class Plans(Mapping[Reach, Plan]):
 
 
 class PlanCache:
-    """A least-recently-used cache of plans, by sequence length, documents and layer window.
-
-    Args:
-        base: a plan; all plans share its group, layout and route.
-        windows: what the model's layers see.
-        causal: whether the model's attention is.
-        kept: the number of (length, documents) pairs whose plans the cache holds.
-    """
+    """A least-recently-used cache of plans, by sequence length, documents and layer window."""
 
     def __init__(self, base: Plan, windows: Iterable[Reach], *, causal: bool = True, kept: int = 16) -> None:
         self.base, self.causal = base, causal
@@ -234,11 +213,7 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
 def shard_tokens(
     ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan, **others: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Cut ids and shifted labels [B, S], equal on all ranks, into what :func:`shard_batch` returns.
-
-    Args:
-        others: other values of each token [B, S], by name. ``position_ids`` replace those of the plan.
-    """
+    """Cut ids, shifted labels and ``others`` [B, S], equal on all ranks, into what :func:`shard_batch` returns."""
     positions = plan.document_positions.to(ids.device)
     shard = {"input_ids": plan.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
     shard |= {name: plan.shard(x, 1) for name, x in others.items()}
@@ -270,10 +245,7 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def digest_of(x: torch.Tensor) -> str:
-    """Return a digest of a tensor's values and shape.
-
-    Integers are compared by value, so their dtype doesn't matter; floating-point numbers are compared bit by bit.
-    """
+    """Return a digest of a tensor's values and shape; integers by value, whatever their dtype."""
     values = x.detach().cpu()
     values = values if values.is_floating_point() else values.long()
     number = hashlib.blake2b(values.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()

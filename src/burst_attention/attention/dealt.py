@@ -28,13 +28,7 @@ from .prepare import with_sinks
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Keys of this rank that some rows of a batch see.
-
-    Attributes:
-        rows: the rows of the batch.
-        keys: the keys, among those that this rank holds.
-        tiles: which of these keys each query sees. Queries count from 0, keys from ``keys.start``.
-    """
+    """Keys of this rank that some rows of a batch see; ``tiles`` count queries from 0, keys from ``keys.start``."""
 
     rows: slice
     keys: slice
@@ -55,20 +49,9 @@ def attend_dealt(
 ) -> Tensor:
     """Compute exact attention of the same queries on every rank, over the keys of all ranks. Every rank must call it.
 
-    The ranks don't compare their arguments: the caller agrees on a whole step of the model before.
-
-    Args:
-        q: [B, Hq, Sq, D], equal on all ranks.
-        k, v: [B, Hkv, S_own, D or Dv], this rank's keys and values; ``S_own`` may be 0.
-        seen: the keys that queries see; disjoint, in the order of keys.
-        scale, softcap, sinks: as for :func:`burst_attention.burst_attention`.
-        label: names the exchange in errors.
-
-    Returns:
-        [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks. A query that sees no key on any rank gets 0.
-
-    Raises:
-        ExchangeError: a peer exited, or is stuck.
+    q [B, Hq, Sq, D] is equal on all ranks; k, v [B, Hkv, S_own, ...] are this rank's, ``seen`` in the order of keys.
+    Returns [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks don't
+    compare their arguments: the caller agrees on a whole step of the model before.
     """
     with transport.health.failing(label):
         dims = q.shape[3], v.shape[3]

@@ -31,11 +31,7 @@ def check_batches(call: str, *grads: Tensor) -> None:
 
 
 def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate an autograd Function's backward so that its results refuse to be differentiated again.
-
-    The backward is called with (ctx, saved, *grads). ``saved`` is the list of ``ctx.saved_tensors``, which may be read
-    only once. The backward may clear the list, so that tensors are freed before it ends.
-    """
+    """Decorate an autograd Function's backward so that its results refuse to be differentiated again."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``backward`` so that a second derivative raises an error."""

@@ -60,18 +60,11 @@ class HeadCall:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """How one chunk's q, k and v are made.
-
-    Attributes:
-        chunks: the number of chunks.
-        rows: the rows of a weight that a chunk needs, from (index of the weight, chunk).
-        run: makes a chunk's call from (hidden states, chunk, those rows of each weight, tokens). The hidden states are
-            those of a range of this rank's tokens. All chunks must have equal shapes, one plan and one scale.
-        sweeps: executes the chunks' programs.
-    """
+    """How one chunk's q, k and v are made. All chunks must have equal shapes, one plan and one scale."""
 
     chunks: int
-    rows: Callable[[int, int], Stretches]
+    rows: Callable[[int, int], Stretches]  # of (index of a weight, chunk): the rows that the chunk needs
+    # A chunk's call, from (hidden states of a range of tokens, chunk, those rows of each weight, the tokens).
     run: Callable[[Tensor, int, Sequence[Tensor], slice], HeadCall]
     sweeps: Callable[..., Iterator[dict[Side, Tensors]]] = sweeps
 
@@ -79,19 +72,10 @@ class Projection:
 def attend_by_heads(
     hidden: Tensor, weights: Sequence[Tensor], projection: Projection, *, output: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Project hidden states and compute their attention, one chunk of heads at a time. Every rank must call it.
+    """Project hidden states [B, S_local, E] and compute their attention, one chunk of heads at a time, on every rank.
 
-    Args:
-        hidden: [B, S_local, E], this rank's hidden states.
-        weights: the weights that the projection reads.
-        output: the weight [E, H Dv] of the output projection, and its bias [E] if it has one.
-
-    Returns:
-        [B, S_local, H, Dv], with the heads of all chunks in order; with ``output`` its product, [B, S_local, E].
-        Differentiable once.
-
-    Raises:
-        TypeError, ValueError, PeerError, ExchangeError: as :func:`burst_attention.burst_attention` raises them.
+    Returns [B, S_local, H, Dv]; with ``output``, the output projection's weight [E, H Dv] and maybe its bias [E], its
+    product [B, S_local, E]. Differentiable once.
     """
     call = _Call(projection, hidden.device.type, len(output))
     return _HeadChunks.apply(call, hidden, *output, *weights)
@@ -270,12 +254,7 @@ def _of_output(grad: Tensor, out: Tensor, output: Sequence[Tensor]) -> list[Tens
 
 
 class _Gradients:
-    """Sums of the chunks' gradients, in the accumulation dtype, rounded once.
-
-    Attributes:
-        inputs: the hidden states and the weights.
-        wanted: which of them need a gradient.
-    """
+    """Sums of the chunks' gradients, in the accumulation dtype, rounded once."""
 
     def __init__(self, hidden: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool]) -> None:
         self.inputs, self.wanted = (hidden, *weights), wanted

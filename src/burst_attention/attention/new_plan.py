@@ -123,11 +123,7 @@ def make_plan(
 
 
 def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
-    """Return ``make_plan``'s arguments about keys as :meth:`Planner.choose` takes them.
-
-    Raises:
-        TypeError, ValueError: ``keys`` is neither a plan nor stretches, or ``query_offset`` is no position.
-    """
+    """Return ``make_plan``'s arguments about keys as :meth:`Planner.choose` takes them."""
     if isinstance(query_offset, bool) or not isinstance(query_offset, (int, np.integer)):
         raise TypeError(f"query_offset={query_offset!r} must be an int")
     if not 0 <= query_offset <= MOST_TOKENS:
@@ -151,10 +147,7 @@ def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
 def _chosen_together(
     planner: Planner, transport: Transport, agreement: Agreement, seqlen: int, options: Mapping[str, Any]
 ) -> Schedule:
-    """Return the planner's schedule; the ranks divide its simulations and check that they chose the same.
-
-    Raise DisagreementError if they did not, and PeerError if another rank failed.
-    """
+    """Return the planner's schedule; the ranks divide its simulations and check that they chose the same."""
     failure, exchanging = None, False
 
     def share(work: Callable[[int, int], Any]) -> list[Any]:

@@ -32,10 +32,7 @@ def part_of(tensors: Tensors, parts: int, part: int) -> Tensors:
 
 
 def cache(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int, *, results: bool) -> Tensors:
-    """Make the cache of a sequence group for one of ``heads`` head groups: q, k, v, and with ``results`` out and lse.
-
-    All five are returned; those that are not cached are empty.
-    """
+    """Make the cache of a sequence group for one head group: q, k, v, out and lse; empty if not cached."""
     if not rows:
         return tuple(q.new_empty(0) for _ in range(5))
     counts = q.shape[1] // heads, *(max(1, k.shape[1] // heads),) * 2  # surplus groups share a key-value head
@@ -47,10 +44,8 @@ def cache(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int, *, results: bo
 @dataclass(frozen=True, eq=False)
 class Forward:
     """The forward pass: (out, lse) from q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv].
-
-    Attributes:
-        keeping: buffers to fill with q, k and v of the sequence group, for one head group; out and lse may follow. None
-            to cache nothing.
+     ``keeping``: buffers to fill with the sequence group's q, k, v for one head group, and maybe out, lse; None: no
+    cache.
     """
 
     direction: ClassVar[Direction] = Direction.FORWARD
@@ -83,11 +78,7 @@ class Forward:
         return (0,) if side is Side.QUERY else (0, 1)
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Compute one pair; return the partial results by side, for the sides that get any.
-
-        ``running()`` returns the query side's total so far: this pair's rows, in the accumulation dtype, or None if
-        there is no total yet. A kernel that extends that total in place returns nothing.
-        """
+        """Compute one pair; return partial results by side, {} if a kernel extended ``running()`` in place."""
         (q,), (k, v) = query, key
         if isinstance(self.kernel, Continuing) and (total := running()):
             self.kernel.extend(q, k, v, tiles, self.scale, *total)
@@ -122,16 +113,9 @@ class Forward:
 @dataclass(frozen=True, eq=False)
 class Backward:
     """The backward pass: (dq) and (dk, dv). Its methods are those of :class:`Forward`.
-
-    Attributes:
-        dout: [B, Hq, Sq, Dv].
-        q, k, v: as in :class:`Forward`. With ``keeping``, only their shapes are used, except the number of rows.
-        stats: (lse, D) per query row, [B, Hq, Sq, 2]; None if ``keeping`` or ``results`` has out and lse. lse is 0, not
-            -inf, in rows that see nothing, in those two as well.
-        alone: whether a single pair gives the whole result, so that nothing is added to it.
-        keeping: the q, k and v that the forward cached, and out and lse if it cached those; None if it cached nothing.
-        results: out and lse of the rows of a rank that computes all their pairs; None for others.
-        of_lse: whether the lse may have a gradient, which is then part of D.
+     dout is [B, Hq, Sq, Dv]. ``stats``: (lse, D) per row, [B, Hq, Sq, 2]; None if ``keeping`` (what the forward cached)
+    or ``results`` (of a rank that computes all its pairs) has out and lse. lse is 0, not -inf, in rows that see
+    nothing. ``alone``: a single pair gives the whole result. ``of_lse``: D may include a gradient of the lse.
     """
 
     direction: ClassVar[Direction] = Direction.BACKWARD

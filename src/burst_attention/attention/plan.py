@@ -38,11 +38,7 @@ MOST_TOKENS = 2**31  # the square fits an int64
 
 
 def plan_of(handle: int) -> Plan:
-    """Return the plan with this handle.
-
-    Raises:
-        ValueError: the plan was freed.
-    """
+    """Return the plan with this handle."""
     plan = _PLANS.get(handle)
     if plan is None:
         raise ValueError(
@@ -402,11 +398,7 @@ def split_key(*sizes: int) -> str:
 
 
 def check_seqlen(seqlen: Any) -> int:
-    """Return ``seqlen`` as an int; the layout checks that it is not negative.
-
-    Raises:
-        TypeError, ValueError: it is not an integer, or too large.
-    """
+    """Return ``seqlen`` as an int; the layout checks that it is not negative."""
     if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)):
         raise TypeError(f"seqlen={seqlen!r} must be an int")
     if seqlen > MOST_TOKENS:

@@ -49,10 +49,7 @@ SETTLED = 8  # numbers of a packed :class:`Settled`
 
 @dataclass(frozen=True)
 class Settled:
-    """The forward's decisions, for its backward: the call's number, resolved arguments, and how shards move.
-
-    It is an output tensor of the operator, because only tensors reach the backward of a compiled graph.
-    """
+    """The forward's decisions, as an output tensor: only tensors reach the backward of a compiled graph."""
 
     number: int
     scale: float
@@ -108,11 +105,7 @@ def check_types(
 
 
 def check_softcap(softcap: Any, dtype: torch.dtype) -> float | None:
-    """Return the soft cap of a call with ``dtype`` inputs as a float, or None.
-
-    Raises:
-        ValueError: it is not a positive number that the accumulation dtype can divide by.
-    """
+    """Return the soft cap of a call with ``dtype`` inputs as a float, or None."""
     number = None if softcap is None else real(softcap)
     bounds = torch.finfo(accumulation_dtype(dtype))
     if softcap is not None and (number is None or not bounds.tiny <= number <= bounds.max / 2):
@@ -131,11 +124,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
-    """Return the scale of a call with ``dtype`` inputs as a float, or None.
-
-    Raises:
-        ValueError: it is not a finite number, or its size is not a normal number of the accumulation dtype.
-    """
+    """Return the scale of a call with ``dtype`` inputs as a float, or None."""
     if scale is None:
         return None
     number = real(scale)
@@ -153,10 +142,9 @@ def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
 
 
 def signless(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return (q, scale) with the same scores and a positive scale.
+    """Return (q, scale) with the same scores and a positive scale, which fused kernels need; the sign moves into q.
 
-    Fused kernels take the maximum of the scores before they scale, and they scale a mask's -inf, so they need a
-    positive scale. The sign moves into q, without rounding. So does a zero, which keeps NaN and inf in q visible.
+    So does a zero, which keeps NaN and inf in q visible.
     """
     return (q, scale) if scale > 0 else (q * sign_of(scale), abs(scale) or 1.0)
 
@@ -181,11 +169,7 @@ def kernel_for(
 
 
 def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
-    """Return a call's Ulysses degree, and how many rows of its sequence group this rank caches.
-
-    Raises:
-        TypeError, ValueError: the tensors can't be used, or their heads can't be split so.
-    """
+    """Return a call's Ulysses degree, and how many rows of its sequence group this rank caches."""
     if plan.world == 1 or plan.schedule.strategy.ulysses_degree == 1:
         return 1, 0
     check_tensors(q, k, v, plan.length, plan.keys_apart)
@@ -199,10 +183,7 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
 
 
 def caches_results(heads: int, cached_rows: int, world: int, *, sinks: Tensor | None, return_lse: bool) -> bool:
-    """Return whether a call also caches out and lse; ``heads`` and ``cached_rows`` come from :func:`split_heads`.
-
-    A gradient of lse changes D, and the gradient of sinks needs D at home.
-    """
+    """Return whether a call caches out and lse too. A gradient of lse changes D; that of sinks needs D at home."""
     return cached_rows > 0 and heads == world and sinks is None and not return_lse
 
 
@@ -251,10 +232,7 @@ def shared_fields(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int, keys: int | None = None) -> None:
-    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens.
-
-    ``keys``: the number of keys, if they are not those of the tokens.
-    """
+    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens."""
     of_keys = (length, "tokens", "plan.shard") if keys is None else (keys, "keys", "plan.shard_keys")
     for name, x in (("q", q), ("k", k), ("v", v)):
         rows, held, remedy = (length, "tokens", "plan.shard") if name == "q" else of_keys
@@ -297,11 +275,7 @@ def prepare_forward(
     softcap: float | None = None,
     keeping: Tensors | None = None,
 ) -> tuple[Program, Forward, ResolvedCall]:
-    """Check a call, and return its program, its pass and its resolved arguments.
-
-    Raises:
-        TypeError, ValueError: an argument can't be used.
-    """
+    """Check a call, and return its program, its pass and its resolved arguments."""
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], **kept(keeping))
     if groups.query == 1:  # split_heads has checked the others
         check_tensors(q, k, v, plan.length, plan.keys_apart)
@@ -330,14 +304,7 @@ def prepare_backward(
     keeping: Tensors | None = None,
     results: Tensors | None = None,
 ) -> tuple[Program, Backward]:
-    """Return the program and the pass of a call's backward.
-
-    ``stats``: lse and the result of :func:`row_delta`; None if out and lse are in ``keeping`` or are ``results``, which
-    a rank without others can pass.
-
-    Raises:
-        ValueError: the group can't carry these tensors.
-    """
+    """Return the program and the pass of a call's backward."""
     plan.transport.check_device(q.device)
     name, cap, head_dims = forward.kernel, forward.softcap, (q.shape[3], v.shape[3])
     kernel = kernel_for(name, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=cap)
@@ -375,15 +342,10 @@ def with_lost_rows(out: Tensor, lse: Tensor, lost: Tensor | None) -> tuple[Tenso
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of rows that also see a sink: a logit for each head, without a value (gpt-oss).
+    """Return (out, lse) of rows that also see a sink, a logit per head without a value (gpt-oss). Overwrites ``out``.
 
     L' = logaddexp(L, sink), O' = O e^(L - L'). A row that sees no key keeps out 0. With L' and O', the backward of the
     keys is the same: P = e^(S - L') includes the sink in its sum, and D = rowsum(dO * O').
-
-    Args:
-        out: [B, H, S_local, Dv] in the accumulation dtype; overwritten.
-        lse: [B, H, S_local].
-        sinks: [H]; None for none.
     """
     if sinks is None:
         return out, lse

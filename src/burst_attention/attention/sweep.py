@@ -44,10 +44,9 @@ Results = dict[Side, Tensors]
 def sweep(
     program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None, *, call: int = 0
 ) -> Results:
-    """Execute one rank's program and return this rank's results, by side; rounded only if head groups are joined.
+    """Execute one rank's program; return this rank's results, rounded only if head groups are joined.
 
-    It writes only to the cache of q, k and v. It folds in partial results in order: two runs give the same bits.
-    ``call``: the call's number, which marks its messages.
+    It folds in partial results in order: two runs give the same bits. ``call`` marks the call's messages.
     """
     (results,) = sweeps([(program, work)], transport, indices, call=lambda: call)
     return results
@@ -60,10 +59,7 @@ def sweeps(
     *,
     call: Callable[[], int] = lambda: 0,
 ) -> Iterator[Results]:
-    """Execute programs and yield their results; a first exchange overlaps the visits before, a last one those after.
-
-    ``call`` is asked for the call's number once the first part is made.
-    """
+    """Execute programs and yield their results; a first exchange overlaps the visits before, a last one those after."""
     indices, label, runs = DeviceIndices() if indices is None else indices, "the sweep", deque[_Run]()
     try:
         for program, work in parts:
@@ -241,11 +237,7 @@ class _Piece:
 
 
 class Sums:
-    """Partial results under accumulation, buffer by buffer.
-
-    Rows with a single part so far are that part, in its memory and dtype. So the results of a chunk are neither added
-    to zeros nor widened, and they are freed once all of them have left.
-    """
+    """Partial results under accumulation. Rows with a single part are that part: neither added to zeros nor widened."""
 
     def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
         self._rows, self._home = program.sum_rows, {side: program.home(side) for side in work.direction.returns}
@@ -254,10 +246,7 @@ class Sums:
         self._wholes: dict[Side, Tensors] = {}  # this rank's results, of all heads
 
     def landing(self, message: Message) -> Tensors | None:
-        """Return where finished results of this rank's rows belong: in a part of the heads of all results.
-
-        None for other messages, and if that part is not contiguous.
-        """
+        """Return where finished results of this rank's rows belong: in a part of the heads of all results."""
         edge, place = message.edge, message.place
         side, homes = place[0], self._home.get(place[0], [])
         if not edge.partial or not edge.finished or place not in homes or len(homes) == 1:
@@ -333,10 +322,7 @@ class Sums:
     def leave(
         self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...], landing: Tensors | None = None
     ) -> Tensors:
-        """Remove rows from the total and return them as rounded copies; ``where`` None: all rows.
-
-        ``landing``: tensors to copy the rows to, if they are in few stretches.
-        """
+        """Remove rows from the total and return them as rounded copies; ``where`` None: all rows."""
         if where is None:
             return self.pop(place, dtypes)
         pieces = self._pieces.get(place, [])
@@ -426,10 +412,7 @@ class DeviceIndices:
             buffer.index_copy_(2, self.on_device(where, x.device), x)
 
     def _runs(self, where: Where) -> list[tuple[slice, slice]]:
-        """Return stretches of rows as slices, which are copied faster: of the buffer, and once they are packed.
-
-        [] if there are many.
-        """
+        """Return stretches as slices, of the buffer and packed, which are copied faster; [] if there are many."""
         if isinstance(where, slice):
             return [(where, slice(0, where.stop - where.start))]
         if id(where) not in self._slices:

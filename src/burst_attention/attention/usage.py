@@ -17,8 +17,7 @@ MOST_CALLS = 16
 class Usage:
     """The batches that a plan cut into shards, whether a model's attention used the plan for each, and calls' shapes.
 
-    A model with a different attention silently ignores its plan. Each rank then attends to its own shard only. The
-    loss detects this: it refuses labels of a batch for which no attention has used the plan.
+    A model with another attention silently ignores its plan; the loss then refuses the batch's labels.
     """
 
     def __init__(self) -> None:
@@ -35,10 +34,7 @@ class Usage:
                 self._batches[tensor] = batch
 
     def note(self, positions: Any) -> None:
-        """Record that a model's attention uses the plan for tokens at these positions.
-
-        Unknown positions may be copies of any batch's, so they mark every batch as used.
-        """
+        """Record that an attention uses the plan for tokens at these positions; unknown ones mark every batch."""
         self._noted = True
         known = isinstance(positions, Tensor) and positions in self._batches
         for batch in [self._batches[positions]] if known else self._batches.values():
@@ -66,10 +62,7 @@ class Usage:
             )
 
     def _batch_of(self, labels: Tensor) -> list[bool]:
-        """Return the batch of these labels.
-
-        Labels that were moved or copied match a batch by their values. If no batch matches, return the latest.
-        """
+        """Return the batch of these labels."""
         if labels in self._batches:
             return self._batches[labels]
         for given, batch in reversed(list(self._batches.items())):

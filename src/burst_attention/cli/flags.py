@@ -68,10 +68,7 @@ Seconds = Annotated[Positive, number(lambda value: value <= MOST_SECONDS, f"must
 
 
 def check_settings(settings: object) -> None:
-    """Raise ValueError for the first flag whose value breaks a rule. None means not given.
-
-    ``settings``: a dataclass whose fields have the names of their flags, with rules in their annotations.
-    """
+    """Raise ValueError for the first of a dataclass's flags whose value breaks a rule of its annotation."""
     for name, annotation in get_type_hints(type(settings), include_extras=True).items():
         for complaint in filter(None, _complaints(annotation, getattr(settings, name))):
             raise ValueError(f"{flag(name)} {complaint}")

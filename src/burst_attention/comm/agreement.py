@@ -44,10 +44,9 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Exchange records over ``transport``, whose group must carry CPU tensors.
+    """Exchange records over ``transport``, whose group must carry CPU tensors; remember which calls ranks made alike.
 
-    It remembers which calls the ranks made alike. Each plan has its own, so that the first call of every plan is
-    compared, and a refusal of it reaches all ranks.
+    Each plan has its own, so that the first call of every plan is compared, and a refusal of it reaches all ranks.
     """
 
     transport: Transport
@@ -59,17 +58,9 @@ class Agreement:
 
     @contextmanager
     def entering(self, call: str, *, once: bool = False) -> Iterator[None]:
-        """Guard what a rank does alone before it agrees on ``call``. If the block raises, the other ranks raise too.
-
-        Call :meth:`agree` after the block, never inside it: all ranks already know the errors that it raises.
-
-        Args:
-            once: as for :meth:`agree`. From the second such call on, the other ranks may not listen, so this rank
-                raises alone. They learn of it when its process ends, or at the deadline.
-
-        Raises:
-            TypeError, ValueError: the block raised it, or another rank refused. Every rank raises the same class.
-            Exception: the block raised any other error; the other ranks raise PeerError.
+        """Guard what a rank does alone before it agrees on ``call``: if the block raises, the other ranks raise too.
+         Call :meth:`agree` after the block, never inside it. A TypeError or ValueError is raised on every rank; after
+        any other error, the others raise PeerError. ``once``: from the second such call on, this rank raises alone.
         """
         try:
             yield
@@ -92,21 +83,11 @@ class Agreement:
         remedies: Mapping[str, str] | None = None,
         once: bool = False,
     ) -> list[Any]:
-        """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
-
-        Args:
-            fields: values that must be equal on all ranks. All values must be JSON types; floats arrive exactly.
-            once: send nothing if the ranks agreed here on the same call with the same fields before. A rank
-                that alone makes another call then waits for the others, until the deadline.
-            own: this rank's values, which may differ by rank.
-            remedy: the last sentence of a disagreement's message.
-            remedies: other remedies, by field.
-
-        Raises:
-            DisagreementError: fields differ. Every rank raises; the message names the fields, their values and the
-                rank that differs.
-            TypeError, ValueError: another rank refused the call (:meth:`refuse`). Every rank raises the same class.
-            PeerError: another rank failed before it came here (:meth:`entering`).
+        """Check that every rank makes ``call`` with equal ``fields`` (JSON types); return every rank's ``own`` by rank.
+         ``once``: send nothing if the ranks agreed on the same call and fields before; a rank that alone makes another
+        call then waits until the deadline. Every rank raises DisagreementError if fields differ, the class of another
+        rank's refusal (:meth:`refuse`), or PeerError if one failed. ``remedy``, ``remedies`` by field: last sentences
+        of a disagreement.
         """
         if self.transport.world == 1:
             return [own]
@@ -156,21 +137,14 @@ class Agreement:
         return [record["own"] for record in records]
 
     def collect(self, call: str, own: Any) -> list[Any]:
-        """Return every rank's ``own``, JSON types of any size, by rank. Every rank must make ``call``.
-
-        Raises:
-            DisagreementError, TypeError, ValueError, PeerError: as for :meth:`agree`.
-        """
+        """Return every rank's ``own``, JSON types of any size, by rank. Every rank must make ``call``."""
         with self.entering(call):
             encoded = json.dumps(own).encode()
         sizes = self.agree(call, {}, len(encoded))
         return [json.loads(record) for record in gather(self.transport, encoded, max(sizes), call)]
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Notify the other ranks, which are in :meth:`agree`, that this rank can't make the call; then raise.
-
-        Every rank raises the class of the lowest refusing rank: TypeError, or ValueError for any other error.
-        """
+        """Notify the other ranks, in :meth:`agree`, of a refusal; every rank raises the lowest one's class."""
         if self.transport.world == 1:
             raise error
         name = next((n for n, kind in _REFUSALS.items() if isinstance(error, kind)), "ValueError")
@@ -197,10 +171,7 @@ class Agreement:
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    """Return the record in JSON.
-
-    Raise TypeError or ValueError if it holds other types than JSON's, or has more than RECORD_BYTES.
-    """
+    """Return the record in JSON."""
     encoded = json.dumps(record).encode()
     if len(encoded) > RECORD_BYTES:
         raise ValueError(

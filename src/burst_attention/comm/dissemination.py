@@ -59,11 +59,7 @@ def rounds(rank: int, world: int) -> list[tuple[int, int]]:
 
 
 def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
-    """Return the summary of all ranks. All must call it.
-
-    Raise ExchangeError if a rank could not be reached, by this rank or by another. A rank that gives up sends a report
-    in place of its message, so that no rank waits for it.
-    """
+    """Return the summary of all ranks. A rank that gives up sends a report in place of its message."""
     peers = rounds(transport.rank, transport.world)
     buffers = [torch.empty(FORM.size, dtype=torch.uint8, device="cpu") for _ in peers]
     done = 0  # rounds
@@ -95,10 +91,7 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
 
 
 def gather(transport: Transport, own: bytes, size: int, label: str) -> list[bytes]:
-    """Return every rank's record by rank, padded with spaces to ``size`` bytes. All must call it with one ``size``.
-
-    Raise ExchangeError if a rank could not be reached.
-    """
+    """Return every rank's record by rank, padded with spaces to ``size`` bytes. All must call it with one ``size``."""
     world, rank = transport.world, transport.rank
     blocks = torch.empty(world, size, dtype=torch.uint8, device="cpu")  # row n holds the record of rank - n
     blocks[0] = torch.frombuffer(bytearray(own.ljust(size)), dtype=torch.uint8)

@@ -24,12 +24,7 @@ _HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyD
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
-    """Return the group to communicate over; None for a world of one.
-
-    ``group``: a group, a 1-D DeviceMesh, or None. None stands for the default group, or for a world of one if
-    torch.distributed is not initialised. Raise TypeError or ValueError for another type, or for None in one of several
-    ranks that has not initialised torch.distributed.
-    """
+    """Return the group of a group, a 1-D DeviceMesh or None (the default group); None for a world of one."""
     if group is None:
         if dist.is_initialized():
             return dist.group.WORLD
@@ -61,10 +56,7 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
 
 
 def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
-    """Return the data transport of a group and its agreement. All ranks must make the first call for a group.
-
-    Raise ValueError if the group can't carry CPU tensors, which agreements need.
-    """
+    """Return the data transport of a group and its agreement. All ranks must make the first call for a group."""
     if group is None or group.size() == 1:
         return Transport(None), Agreement(Transport(None))
     if isinstance(group, LocalGroup):

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def real(value: Any) -> int | float | None:
-    """Return a real number (Python's, numpy's or a 0-d tensor) as a Python number; None for anything else.
-
-    Bools are not numbers here. Neither is a tensor that requires a gradient, because the number would lose it.
-    """
+    """Return a real number (also numpy's, or a 0-d tensor without gradient) as Python's; None for others and bools."""
     if isinstance(value, float):  # first, because a compiler can't ask a variable number for other attributes
         return float(value)
     if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):

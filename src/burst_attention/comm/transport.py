@@ -67,10 +67,7 @@ class Pending:
 
 @dataclass
 class Health:
-    """The state of one process group.
-
-    After an error its messages may still be in flight, so a failed group can't be used again.
-    """
+    """The state of one process group."""
 
     failure: str | None = None  # an earlier error on the group
     history: int = 0  # a digest of all calls and backwards so far, in their order; equal on all ranks
@@ -123,14 +120,10 @@ class Transport:
 
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
-
-        ``call``: the number of the call that it belongs to. On gloo and between threads, messages of different calls
-        don't match, so ranks that run the backwards of several calls in different orders wait until the deadline. NCCL
-        has no tags: there ranks send each other the number, and compare it when their next call begins.
-
-        Between two ranks, messages of one exchange match in the order given. Both ranks must post matching messages, of
-        sizes that they have agreed on. Small messages to one peer are packed into one. Raise ExchangeError if the group
-        failed before, or the messages could not be started.
+         ``call``: the number of its call. On gloo and between threads, messages of different calls don't match, so
+        ranks that run backwards in different orders wait until the deadline. NCCL has no tags: there ranks send each
+        other the number, and compare it when their next call begins. Between two ranks, messages of one exchange match
+        in the order given.
         """
         if self.health.failure and self.world > 1:  # alone, no rank can have missed a message
             raise ExchangeError(
@@ -161,7 +154,7 @@ class Transport:
         return all(each.tensor.is_cpu for each in operations)
 
     def _mark(self, call: int, operations: Sequence[Operation]) -> None:
-        """Exchange the number of a call with its peers, as CPU tensors; raise if the call before was not the same.
+        """Exchange a call's number with its peers on the CPU; raise if the call before was not the same.
 
         Nobody waits for a number in its own call, so the host runs ahead of its peers by one call at most.
         """
@@ -213,10 +206,7 @@ class Transport:
         return start([tensor], each.peer, tag)
 
     def wait(self, pending: Pending) -> None:
-        """Finish an exchange, or raise ExchangeError, which names this rank, the peer it waited for, and the label.
-
-        On CPU the deadline is ``timeout``; on CUDA the group's own watchdog ends the wait.
-        """
+        """Finish an exchange by the deadline, on CUDA the watchdog's; raise ExchangeError, which names the peer."""
         started = time.monotonic()
         one_each = len(pending.works) == len(pending.operations)  # NCCL returns one work for the whole batch
         # On CUDA a wait blocks only the stream; with a deadline it would block the host.
@@ -240,10 +230,7 @@ class Transport:
         pending.operations, pending.works, pending.packed = [], [], []
 
     def send_last(self, sends: Sequence[Send]) -> None:
-        """Send what can still be sent on a failed group; wait for it for at most one second. Raise nothing.
-
-        If a peer does not take a message in time, gloo closes the connection, so the peer gets at least that error.
-        """
+        """Send what a failed group still can, within a second. Raise nothing: gloo breaks connections that stall."""
         ends, works = time.monotonic() + min(1.0, self.timeout or 1.0), []
         for each in sends:
             with suppress(RuntimeError):
@@ -303,11 +290,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[Tensor, list[Tensor]]]]:
-    """Pack small CPU tensors to, or from, one peer into one message.
-
-    Both ends make the same decision, because it depends only on sizes and devices, which they agreed on. Return the
-    messages, and (packed message to receive, tensors to fill from it) pairs.
-    """
+    """Pack small CPU tensors to or from one peer into one message; return messages and (message, tensors to fill)."""
     together: dict[tuple[type[Operation], int], list[Tensor]] = {}
     for each in operations:
         together.setdefault((type(each), each.peer), []).append(each.tensor)

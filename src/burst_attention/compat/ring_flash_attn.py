@@ -104,10 +104,7 @@ def _llama3(
 
 
 def _functions(prefix: str, layout: str, run: Callable[..., Any] = _batch) -> list[Callable[..., Any]]:
-    """Make ``prefix``_func, _kvpacked_func and _qkvpacked_func.
-
-    Their arguments are tensors, then the keyword-only parameters of ``run``, then the options.
-    """
+    """Make ``prefix``_func, _kvpacked_func and _qkvpacked_func."""
     own = [name for name, each in Signature.from_callable(run).parameters.items() if each.kind is each.KEYWORD_ONLY]
     made = []
     for packing, tensors in (("", ("q", "k", "v")), ("kvpacked_", ("q", "kv")), ("qkvpacked_", ("qkv",))):

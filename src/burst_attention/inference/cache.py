@@ -361,10 +361,7 @@ class ShardedCache(DealtCache):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv].
-
-        ``key`` and ``value`` are what :meth:`update` returned, or what a latent attention expanded it to.
-        """
+        """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
         now, layer = self._filling, self.sharded[self._last]
         assert now is not None
         if number not in (None, self._last):
@@ -409,11 +406,7 @@ def _check_chunk(chunk: Any, world: int) -> int | None:
 
 
 def _layers_of(config: Any) -> list[Layer]:
-    """Return an empty layer for each layer of a configuration.
-
-    Raises:
-        ValueError: a layer has something other than separate keys and values, or a state.
-    """
+    """Return an empty layer for each layer of a configuration."""
     for attribute in ("layer_types", "layers_block_type", "block_types"):
         for kind in (kinds := getattr(config, attribute, None) or ()):
             if kind not in (*_ATTENTIONS, *_RECURRENT, *_EMPTY):

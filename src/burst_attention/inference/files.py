@@ -54,11 +54,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder.
-
-    Raises:
-        ValueError: it is missing or altered, or another version wrote it.
-    """
+    """Return the manifest of a folder."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no {MANIFEST}: no cache was saved there, or saving did not end")
@@ -76,11 +72,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
-    """Compare sizes and digests of files with their entries in the manifest.
-
-    Raises:
-        ValueError: a file is missing, truncated or altered.
-    """
+    """Compare files with their entries in the manifest; raise ValueError for one that is missing or altered."""
     for each in files:
         path = folder / each["name"]
         size = path.stat().st_size if path.is_file() else None
@@ -92,10 +84,7 @@ def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
 
 
 def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[Any], *, rank: int, world: int) -> None:
-    """Fill layers with those pages that this rank holds among ``world`` ranks, and with all states.
-
-    Reads one layer of one file at once.
-    """
+    """Fill layers with those pages that this rank holds among ``world`` ranks, and with all states."""
     for number, layer in enumerate(layers):
         if isinstance(layer, StateLayer):
             _read_state(folder / files[0]["name"], number, layer)

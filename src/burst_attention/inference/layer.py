@@ -71,10 +71,7 @@ class StateLayer(_Fixed, LinearAttentionLayer):
 
 
 class ShardedLayer(_Fixed, CacheLayerMixin):
-    """This rank's keys and values of one layer, in the order of their slots.
-
-    Args:
-        reach: what the layer's queries see. Keys that no later query sees are dropped.
+    """This rank's keys and values of one layer, in the order of their slots, without those out of ``reach``.
 
     ``keys`` [B, Hkv, capacity, D] and ``values`` [B, Hkv, capacity, Dv] hold ``len(held)`` tokens, and room for more.
     """

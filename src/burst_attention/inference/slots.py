@@ -99,14 +99,7 @@ def first_needed(slot: int, reach: Reach, holes: Sequence[Hole]) -> int:
 
 
 def seen_keys(held: Held, queries: range, reach: Reach, holes: Sequence[Hole]) -> list[Seen]:
-    """Return which held keys the queries of each row see.
-
-    Args:
-        held: the slots of this rank's keys.
-        queries: the queries' slots.
-        reach: what the layer's queries see.
-        holes: the hole of each row of the batch.
-    """
+    """Return which held keys the queries of each row see, without the holes of the rows."""
     if len(set(holes)) == 1:
         return [*_of_rows(slice(0, len(holes)), held, queries, reach, holes[0])]
     return [each for n, hole in enumerate(holes) for each in _of_rows(slice(n, n + 1), held, queries, reach, hole)]

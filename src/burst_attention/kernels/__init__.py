@@ -116,15 +116,9 @@ def choose(
     banded: bool = False,
     softcap: float | None = None,
 ) -> Kernel:
-    """Return the kernel ``name`` after checking that it supports the device, dtype and head dimensions.
-
-    On the CPU, ``auto`` is ``aten``, which rounds each tile's result to the inputs' dtype, bf16 or fp16. ``aten-fp32``
-    does not round and takes about a third longer. With a soft cap, ``auto`` is ``blockwise`` there. On a GPU, it is the
-    first of :func:`candidates` that can be used on this machine and agrees with the reference. ``head_dims``: (of q and
-    k, of v). ``documents``: their number. ``banded``: whether the mask has other bands than full and causal ones.
-
-    Raises:
-        ValueError: the name is unknown, or the kernel does not support the call.
+    """Return the kernel ``name``; raise ValueError if it is unknown or does not support the call.
+     ``auto``: on the CPU ``aten``, which rounds each tile's result, or ``blockwise`` for a soft cap; on a GPU the first
+    of :func:`candidates` that can be used here and agrees with the reference. ``head_dims``: of q and k, and of v.
     """
     if name == "auto":
         return _choose_auto(device, dtype, head_dims, _kind(documents, banded), softcap, _ordered())[0]
@@ -147,11 +141,7 @@ def candidates(
     banded: bool = False,
     capped: bool = False,
 ) -> tuple[str, ...]:
-    """Return the kernels that ``auto`` tries, fastest first.
-
-    Under ``torch.use_deterministic_algorithms(True)``, all of them add in a fixed order. ``documents``: how many the
-    mask packs. ``banded``: it has other bands than full and causal ones. ``capped``: scores have a soft cap.
-    """
+    """Return the kernels that ``auto`` tries, fastest first; deterministic ones if torch is asked for them."""
     last = "blockwise" if capped else "reference"
     if device.type == "cpu":
         return ("blockwise",) if capped else ("aten",)

@@ -20,10 +20,7 @@ from .stock import Stock
 
 @dataclass(frozen=True)
 class Aten(Stock[Piece]):
-    """Kernel over one of torch's fused attentions, which support full, causal (top-left) and additive masks.
-
-    By default, each piece of a tile is computed and rounded in the io dtype; with ``upcast``, in fp32.
-    """
+    """Kernel over a fused attention of torch. Pieces are computed in the io dtype, or with ``upcast`` in fp32."""
 
     ops: AtenOps
     upcast: bool = False
@@ -89,11 +86,7 @@ _aten = torch.ops.aten
 
 
 class MaskAndScale(NamedTuple):
-    """The mask and scale of a call.
-
-    Everything is visible, unless ``causal`` (a triangle aligned to the top left) or ``mask`` ([1, 1, rows, columns],
-    added to the scores) is set.
-    """
+    """Everything is visible, unless ``causal`` (top left) or ``mask`` [1, 1, rows, columns] (added) is set."""
 
     mask: Tensor | None
     causal: bool

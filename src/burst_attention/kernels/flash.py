@@ -65,10 +65,7 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class FlashOps:
-    """One generation's functions for :class:`~.windowed.Windowed`.
-
-    Backwards sum in a fixed order under ``torch.use_deterministic_algorithms(True)``.
-    """
+    """One generation's functions. Backwards have a fixed order under ``torch.use_deterministic_algorithms(True)``."""
 
     generation: int
     run: Callable[..., Any]
@@ -153,10 +150,7 @@ BACKWARD = FORWARD | {"dout", "out", "dq", "dk", "dv", "deterministic"}
 
 @cache
 def flash_ops(generation: int) -> FlashOps:
-    """Import the functions of one generation and check their signatures.
-
-    Raise ValueError if the package is not installed, or its version is not supported.
-    """
+    """Import one generation's functions and check their signatures; raise ValueError if they can't be used."""
     source = GENERATIONS[generation]
     try:
         module = importlib.import_module(source.module)
@@ -183,11 +177,7 @@ def version_of(package: str) -> str:
 def _called_by_name(
     source: Generation, function: Any, name: str, needed: set[str], others: set[str]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Wrap ``function`` to take its arguments from a mapping, by name.
-
-    The function must have the ``needed`` parameters and a window. It may have ``others``. It must have no unknown
-    parameters without a default.
-    """
+    """Wrap ``function`` to take arguments by name; refuse it without ``needed``, or with unknown required ones."""
     version = f"{source.package} {version_of(source.package)}"
     if function is None:
         raise ValueError(
@@ -217,10 +207,7 @@ class _ByName:
 
 
 def _parameters(function: Any) -> dict[str, bool]:
-    """Map each parameter's name to whether it has a default.
-
-    Torch operators list parameters in their schema, functions in their signature.
-    """
+    """Map each parameter's name to whether it has a default: of a torch operator's schema, or a signature."""
     overload = getattr(function, "_opoverload", None)
     if overload is not None:
         return {argument.name: argument.has_default_value() for argument in overload._schema.arguments}

@@ -35,10 +35,9 @@ def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[T
 
 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Fold (part_out, part_lse) into (out, lse) in place.
+    """Fold (part_out, part_lse) into (out, lse) in place, in the accumulation dtype.
 
-    l = logaddexp(l1, l2); out = out1 e^(l1 - l) + out2 e^(l2 - l). A side with lse -inf has weight 0. The weights
-    sum to one, so this is one linear interpolation. In fp32, or fp64 for fp64 inputs.
+    l = logaddexp(l1, l2); out = out1 e^(l1 - l) + out2 e^(l2 - l). A side with lse -inf has weight 0.
     """
     total = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - total).masked_fill_(torch.isneginf(part_lse), 0.0)  # -inf - -inf would be NaN

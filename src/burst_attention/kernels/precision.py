@@ -17,18 +17,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def converted(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-    """Return ``x`` in ``dtype``: a dense copy, or ``x`` itself if it has that dtype and ``copy`` is not asked for.
-
-    It starts one operator, where ``Tensor.to`` starts three.
-    """
+    """Return ``x`` in ``dtype``: a dense copy, by one operator, or ``x`` itself if it has that dtype."""
     return x if x.dtype == dtype and not copy else x.new_empty(x.shape, dtype=dtype).copy_(x)
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results of ``dtype`` inputs are sent.
-
-    Partial results of fp16 inputs are sent in fp32, because a partial sum can overflow fp16 even if the sum does not.
-    """
+    """Return the dtype in which partial results are sent: fp32 for fp16, which a partial sum can overflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

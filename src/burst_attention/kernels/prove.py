@@ -87,11 +87,7 @@ def check_against_reference(
     fixed_order: bool = True,
     softcap: float | None = None,
 ) -> None:
-    """Raise ArithmeticError if ``kernel`` gives wrong results on small inputs.
-
-    The reference runs in fp64 on the CPU, independent of the device's matmul precision. With ``fixed_order``, two runs
-    must also be bit-equal. ``softcap``: the cap that the kernel was made for.
-    """
+    """Raise ArithmeticError unless ``kernel`` agrees with the fp64 reference, bit-equal twice in ``fixed_order``."""
     judge = Reference(softcap)
     make = torch.Generator().manual_seed(0)
     shapes = ((4, ROWS, head_dims[1]), (4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]))

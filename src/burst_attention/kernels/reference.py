@@ -19,10 +19,7 @@ BLOCK = 512  # rows and columns of a block: its scores fit a core's cache
 
 @dataclass(frozen=True)
 class Reference:
-    """Kernel that materializes the probabilities of each tile, or of blocks of ``block`` rows and columns.
-
-    ``softcap``: scores s become softcap tanh(s / softcap); None for plain scores.
-    """
+    """Kernel that materializes the probabilities of each tile, or of blocks; scores are capped at ``softcap``."""
 
     softcap: float | None = None
     block: int | None = None

@@ -62,10 +62,7 @@ class Stock(ABC, Generic[Launch]):
     def run_backward(
         self, launch: Launch, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
     ) -> Sequence[Tensor]:
-        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out).
-
-        ``delta``: D, if the ops take it; ``out`` is then 0.
-        """
+        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out)."""
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
         """Convert ``x`` to the dtype of the computation."""

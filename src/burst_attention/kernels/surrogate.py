@@ -24,8 +24,7 @@ from .precision import accumulation_dtype, converted
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor:
     """Return out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta, up to rounding.
 
-    ``dout`` is [B, H, rows, Dv], the gradient of the output; ``delta`` [B, H, rows] in fp32 or fp64. It must be 0 in
-    rows in which dout is 0.
+    ``delta`` [B, H, rows] is in fp32 or fp64, and 0 in rows in which dout is 0.
     """
     if dout.is_cuda and dout.dtype != delta.dtype:
         from .triton.kernel import carried  # PyTorch for CUDA brings Triton; one launch in place of 25
@@ -48,10 +47,7 @@ def _project(out: Tensor, dout: Tensor, delta: Tensor) -> None:
 
 
 def _carry(out: Tensor, dout: Tensor, delta: Tensor) -> None:
-    """Write the two columns that carry delta.
-
-    The second quotient is clamped: it is large only if it carries the rounding error of delta itself.
-    """
+    """Write the two columns that carry delta; the second is clamped, where it carries delta's own rounding error."""
     size = torch.abs(dout, out=out)
     at = size.topk(min(2, dout.shape[-1]), -1).indices
     carriers = converted(dout.gather(-1, at), delta.dtype)
@@ -78,12 +74,10 @@ class BackwardCall:
 def backward_calls(
     dout: Tensor, delta: Tensor, *, widest: int | None, of_lse: bool = False
 ) -> tuple[BackwardCall, ...]:
-    """Return the stock backward calls that together compute with D = ``delta``.
+    """Return the stock backward calls that together compute with D = ``delta``; usually one.
 
-    Usually one call. If D may include a gradient of the lse (``of_lse``), and in fp16, which can't hold every quotient
-    D / max |dO|, columns are appended. If that would exceed
-    the head dimension ``widest``, there are two calls instead: one with D = 0 and one with D only. Gradients are linear
-    in (dO, D), and with v = 0 the term dO v' - D is only -D.
+    In fp16, and if D may include a gradient of the lse (``of_lse``), columns are appended. If that exceeds the head
+    dimension ``widest``, one call has D = 0 and a second D only: gradients are linear in (dO, D).
     """
     if not of_lse and dout.dtype != torch.float16:
         return (BackwardCall(dout, surrogate_output(dout, delta)),)
@@ -114,10 +108,7 @@ PARTS = 3  # D is split into this many io-dtype numbers, whose sum is D up to ro
 
 
 def appended_columns(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (dout, out') [..., Dv + 3].
-
-    In the three new columns, dout is 1 and out' holds delta in three parts. v must be 0 there.
-    """
+    """Return (dout, out') [..., Dv + 3]: dout is 1 in the new columns, out' holds delta in parts, v must be 0."""
     parts, rest = [], delta
     for _ in range(PARTS):
         part = rest.to(dout.dtype)

@@ -145,10 +145,7 @@ def _tokens_first(x: Tensor, where: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class CudaFlash:
-    """Torch's FlashAttention-2, ``_flash_attention_forward``.
-
-    Its backward sums dQ in no fixed order unless ``torch.use_deterministic_algorithms(True)``.
-    """
+    """Torch's FlashAttention-2. Its dQ has no fixed order unless ``torch.use_deterministic_algorithms(True)``."""
 
     name: ClassVar[str] = "aten-flash"
     multiple: ClassVar[int] = MULTIPLE

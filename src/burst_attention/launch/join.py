@@ -31,10 +31,7 @@ def default_ranks(device: str) -> int:
 
 
 def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
-    """Resolve ``--device`` to ``cpu`` or ``cuda`` on a machine with ``local_ranks`` ranks.
-
-    Raise ValueError if ``cuda`` was requested, but there are fewer GPUs than ranks.
-    """
+    """Resolve ``--device`` to ``cpu`` or ``cuda``; raise ValueError for ``cuda`` with fewer GPUs than local ranks."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
         raise ValueError(f"--device cuda: {local_ranks} ranks need as many GPUs, this machine has {gpus}")
@@ -100,11 +97,7 @@ class RankContext:
 def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[RankContext]:
     """Join the job of torchrun's environment, or use the existing process group; yield this rank's context.
 
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``. ``auto`` uses GPUs if there is one for each local rank, else the CPU.
-        timeout: of a new process group's operations, in seconds.
-        data_parallel: number of groups of ranks, each with different sequences. Raise ValueError if it does not divide
-            the number of ranks.
+    ``device``: ``auto`` uses GPUs if there is one for each local rank. ``timeout``: of the group, in seconds.
     """
     joined = dist.is_initialized()
     local_rank, local_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -131,9 +124,7 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
 def _meeting_again(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return arguments for ``init_process_group`` after torchrun restarted the ranks on one machine; else ``{}``.
 
-    On one machine, torchrun's store survives a restart and keeps the addresses of the dead ranks. New ranks would
-    connect to them, so each restart gets a separate key prefix. On several machines torchrun makes a new store for
-    each start, and each machine counts restarts separately.
+    There torchrun's store keeps the addresses of the dead ranks, so each restart gets a separate key prefix.
     """
     count, agents = environment.get("TORCHELASTIC_RESTART_COUNT", "0"), environment.get("GROUP_WORLD_SIZE", "1")
     if count == "0" or agents != "1" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -48,10 +48,7 @@ def is_rank_0() -> bool:
 
 
 def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
-    """Return (all ranks, ranks on this machine) of torchrun's job; None without torchrun.
-
-    Raise ValueError if ``--ranks`` is another number, or the environment has no MASTER_ADDR or MASTER_PORT.
-    """
+    """Return (all ranks, ranks here) of torchrun's job, None without; ValueError for another ``--ranks``."""
     if not started_by_torchrun():
         return None
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -76,8 +73,7 @@ def print_error(command: str, error: Exception) -> int:
 def prepare(*modules: str) -> None:
     """Begin to import ``modules`` and a model of transformers in a process that ranks are forked from.
 
-    :func:`launch` forks them; this process goes on meanwhile. A rank then starts in 0.2 s where its imports take 5 s.
-    GPUs' ranks are spawned: CUDA doesn't survive a fork.
+    A rank then starts in 0.2 s where its imports take 5 s. GPUs' ranks are spawned: CUDA doesn't survive a fork.
     """
     if started_by_torchrun() or not _forks():
         return
@@ -116,11 +112,7 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
 
 
 def start_checked(command: str, worker: Callable[[Any], Any], settings: Any) -> int:
-    """Check a command's settings, then run ``worker(settings)`` on torchrun's ranks, or on workers that we start.
-
-    ``settings`` has ``check()``, which raises ValueError, and the flags ``ranks`` and ``device``. The exit status is 2
-    if they are invalid, else that of :func:`start`.
-    """
+    """Run ``settings.check()``, then ``worker(settings)`` on torchrun's ranks or ours; status 2 if it raises."""
     from .join import default_ranks
 
     prepare(getattr(worker, "__module__", __name__))
@@ -134,19 +126,10 @@ def start_checked(command: str, worker: Callable[[Any], Any], settings: Any) -> 
 
 
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
-    """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them.
-
-    After the first failure, the other ranks have :data:`GRACE` seconds to exit. Then they get SIGTERM and the same time
-    again. Ranks that still run are killed; SIGKILL also ends stopped processes.
-
-    Args:
-        worker: a module-level function. It reads its rank from torchrun's environment variables.
-        patient: whether to forward the first Ctrl-C or SIGTERM to the ranks, and let them finish. A second
-            Ctrl-C ends them.
-
-    Returns:
-        The exit status: 0 on success; 1 if a worker failed, after printing its error; 130 after Ctrl-C; 143 after
-        SIGTERM; 74 or 75 if the ranks exited with that status.
+    """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them; return the exit status.
+     After the first failure, the others have :data:`GRACE` seconds to exit, then the same again after SIGTERM, then
+    SIGKILL. ``patient``: the first Ctrl-C or SIGTERM is forwarded to the ranks, which may finish. The status is 0; 1 if
+    a worker failed; 130 after Ctrl-C; 143 after SIGTERM; 74 or 75 if ranks exited with it.
     """
     from torch.distributed import TCPStore
 
@@ -210,11 +193,7 @@ class _Signalled(BaseException):
 
 @contextmanager
 def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
-    """Raise fatal signals as :class:`_Signalled` within this context, so that the ranks can be ended first.
-
-    If ``first`` is given, the first Ctrl-C or SIGTERM calls ``first`` with the signal's number instead. Later SIGTERMs
-    are then ignored; a later Ctrl-C is raised.
-    """
+    """Raise fatal signals as :class:`_Signalled`, so that ranks end first. ``first`` gets the first one instead."""
     asked_to_stop = False
 
     def raise_signal(number: int, _: object) -> None:

@@ -9,11 +9,7 @@ DATA, CONTEXT = "data", "context"
 
 
 def make_mesh(device_type: str, *, data_parallel: int = 1) -> DeviceMesh:
-    """Make a 2-D mesh (``data``, ``context``) over all ranks of the default group. Every rank must call it.
-
-    Consecutive ranks share a sequence. A context-parallel group therefore stays on one machine if possible. Raise
-    ValueError if ``data_parallel``, the size of the ``data`` axis, does not divide the number of ranks.
-    """
+    """Make the (``data``, ``context``) mesh of all ranks; consecutive ranks share a sequence. Every rank calls it."""
     world = dist.get_world_size()
     if data_parallel < 1 or world % data_parallel:
         raise ValueError(f"data_parallel={data_parallel} must divide the number of ranks, {world}")

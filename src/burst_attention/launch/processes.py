@@ -26,12 +26,7 @@ def end_with(parent: int) -> None:
 
 
 def watch(process: int) -> None:
-    """Kill this process when ``process`` ends, which need not be its parent: a fork server starts ranks.
-
-    It also unblocks the signals that such a server blocks.
-
-    A thread waits for the end, so a call that holds the interpreter's lock delays it.
-    """
+    """Kill this process when ``process`` ends, by a thread; unblock the signals that a fork server blocks."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     if sys.platform != "linux":
         return

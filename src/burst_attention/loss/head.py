@@ -14,10 +14,7 @@ CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class LogitForm:
-    """How a model turns its head's product into logits.
-
-    Logits are y = ``factor * product``. With a cap they are ``softcap * tanh(y / softcap)``.
-    """
+    """How a product becomes logits: y = ``factor * product``, with a cap ``softcap * tanh(y / softcap)``."""
 
     factor: float = 1.0
     softcap: float | None = None  # the bound of the logits' magnitude; None for no cap
@@ -44,10 +41,7 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] of hidden [..., E], in its dtype and without a gradient.
-
-        All logits exist at the same time, so use it for a few tokens only.
-        """
+        """Return all logits [..., V] of hidden [..., E], in its dtype and without a gradient."""
         return self.form.apply_(F.linear(hidden, self.weight, self.bias))
 
     def chunk(self, hidden: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -62,10 +56,7 @@ def operand(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Return a @ b in the compute dtype.
-
-    Products of two half-precision numbers are exact in fp32. CUDA sums and returns them in fp32 without a cast first.
-    """
+    """Return a @ b in the compute dtype; CUDA sums half-precision products in fp32 without a cast first."""
     return a @ b if a.dtype == compute else torch.mm(a, b, out_dtype=compute)
 
 

@@ -31,15 +31,9 @@ class Measurement:
 def measure(
     hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the measures of this rank's labels. Exchanges nothing.
+    """Compute the measures of this rank's labels [B, S_local], on the CPU. Exchanges nothing.
 
-    Args:
-        hidden: [B, S_local, E].
-        labels: [B, S_local] on the CPU, in [0, V), or ``ignore_index`` for a token without a target.
-
-    Returns:
-        (rows, table). ``rows`` is int64 [n]: the indices of the n labels in the flattened ``labels``. ``table`` is
-        [measures, n] in fp32 (fp64 for fp64), with 1 and 0 for True and False.
+    Returns (rows, table): int64 [n], the labels' indices in the flattened ``labels``, and [measures, n] in fp32 (fp64).
     """
     label = labels.flatten()
     rows = (label != ignore_index).nonzero().squeeze(1)

@@ -33,16 +33,7 @@ _Source = tuple[Tensor, int, torch.cuda.Event | None]  # in CPU memory; its vers
 
 @dataclass(eq=False)
 class DiskTicket:
-    """A record of the file.
-
-    Attributes:
-        start, size: its place, in bytes.
-        empty: the tensor's shape, dtype and device, without data.
-        written: its result is the checksum.
-        reads: all reads that were started.
-        ahead: the tensor that is read ahead, in CPU memory, and its read.
-        freed: whether no one reads it any more.
-    """
+    """A record of the file. ``empty``: the tensor's shape; ``written``: its checksum; ``ahead``: a read."""
 
     start: int
     size: int
@@ -56,16 +47,7 @@ class DiskTicket:
 
 
 class DiskStore:
-    """Keeps tensors of any device in one file, which grows by records and uses freed records again.
-
-    The file has no name. The system removes it when the store is closed or collected, or the process ends.
-
-    Args:
-        folder: an existing folder on a local disk, with space for all tensors that a backward needs.
-
-    Raises:
-        ValueError: the folder is missing, or files can't be created in it.
-    """
+    """Keeps tensors of any device in one nameless file of ``folder``, a local disk; freed records are used again."""
 
     def __init__(self, folder: str | PathLike[str]) -> None:
         self._file = RecordFile(Path(folder))
@@ -77,11 +59,7 @@ class DiskStore:
         self._ahead: DiskTicket | None = None
 
     def put(self, x: Tensor) -> DiskTicket:
-        """Start to write ``x``, which nothing may change afterwards; wait first while MOST_WRITES are under way.
-
-        Raises:
-            OffloadError: there is no space, or an earlier write failed.
-        """
+        """Start to write ``x``, which nothing may change afterwards; wait first while MOST_WRITES are under way."""
         if type(x) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"only plain tensors can be kept in a file, not {type(x).__name__}; pass its local tensor")
         self._finish_writes(MOST_WRITES - 1)
@@ -112,11 +90,7 @@ class DiskStore:
         ticket.ahead, self._ahead = (target, read), ticket
 
     def get(self, ticket: DiskTicket) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            OffloadError: it was not written, can't be read, or its bits have changed.
-        """
+        """Return the tensor, or raise OffloadError if its bits have changed or can't be read."""
         self._host.release(0)
         self.fetch(ticket)
         assert ticket.ahead is not None
@@ -209,16 +183,7 @@ _CHUNK = 1 << 20  # bytes; a chunk is still in the processor's cache when its ch
 
 
 class RecordFile:
-    """Records of bytes at places that the caller chooses.
-
-    The file has no name, so the system removes it when the process ends, however that happens.
-
-    Args:
-        folder: an existing folder.
-
-    Raises:
-        ValueError: the folder is missing, or files can't be created in it.
-    """
+    """Records of bytes at places that the caller chooses, in a file without a name, which ends with the process."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -232,11 +197,7 @@ class RecordFile:
         self.close = weakref.finalize(self, file.close)
 
     def grow(self, size: int) -> None:
-        """Reserve space on the disk, so that the file has at least ``size`` bytes.
-
-        Raises:
-            OffloadError: the disk is full, or the file was closed.
-        """
+        """Reserve space on the disk, so that the file has at least ``size`` bytes."""
         self.check()
         if size <= self._size:
             return
@@ -249,19 +210,11 @@ class RecordFile:
         self._size = size
 
     def write(self, start: int, memory: memoryview) -> int:
-        """Write ``memory`` at byte ``start``; return its checksum.
-
-        Raises:
-            OffloadError: the disk is full or failed.
-        """
+        """Write ``memory`` at byte ``start``; return its checksum."""
         return self._move("written", lambda view, place: os.pwrite(self._fd, view, place), start, memory)
 
     def read(self, start: int, memory: memoryview, checksum: int) -> None:
-        """Fill ``memory`` from byte ``start``.
-
-        Raises:
-            OffloadError: the read failed or ended early, the bytes have another checksum, or the file was closed.
-        """
+        """Fill ``memory`` from byte ``start``; raise OffloadError if the checksum is another."""
         self.check()
         found = self._move("read", lambda view, place: os.preadv(self._fd, [view], place), start, memory)
         if found != checksum:

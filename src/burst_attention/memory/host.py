@@ -24,15 +24,7 @@ _CUT = 4  # a slab has at least this many buffers
 
 @dataclass(eq=False)
 class HostTicket:
-    """A copy in host memory.
-
-    Attributes:
-        held: the tensor itself, until its memory is given up; its version counter is ``version``.
-        device: the device of the tensor.
-        copy: the copy, in pinned memory; None once it is freed.
-        written: the event after which the copy may be read, and the tensor's memory reused.
-        ahead: the tensor that was read ahead, and the event after which it may be used.
-    """
+    """A pinned copy. ``held``: the tensor, until its memory is given up; ``written``, ``ahead``: events to wait for."""
 
     held: Tensor | None
     version: int
@@ -53,12 +45,7 @@ class HostStore:
         weakref.finalize(self, _wait_for, self._reading).atexit = False
 
     def put(self, x: Tensor) -> HostTicket:
-        """Start to copy ``x``, which nothing may change afterwards; return a ticket.
-
-        Raises:
-            OffloadError: an earlier copy failed.
-            ValueError: ``x`` is not on a GPU.
-        """
+        """Start to copy a GPU's ``x``, which nothing may change afterwards; return a ticket."""
         self._check(x)
         self.release(MOST_WRITES - 1)
         x = x.detach()
@@ -91,13 +78,7 @@ class HostStore:
         self._reading.append(ticket.ahead)
 
     def get(self, ticket: HostTicket) -> Tensor:
-        """Return a new tensor with the bits, shape, dtype and device of ``x`` and without a gradient.
-
-        The current stream waits for it, the process does not.
-
-        Raises:
-            OffloadError: the copy failed.
-        """
+        """Return a new tensor like ``x``, for which the current stream waits and the process does not."""
         if ticket.held is not None:
             x = ticket.held
             self._give_up(ticket)
@@ -145,10 +126,9 @@ def _wait_for(reading: list[tuple[Tensor, cuda.Event]]) -> None:
 
 
 class PinnedMemory:
-    """Buffers of pinned memory, which are made once and used again by copies on one stream.
+    """Buffers of pinned memory, used again by copies on one stream; sizes within an eighth share them.
 
-    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation. Sizes that
-    differ by less than an eighth share buffers. Those of a size that none uses go when another size needs memory.
+    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation.
     """
 
     def __init__(self) -> None:

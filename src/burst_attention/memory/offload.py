@@ -28,13 +28,7 @@ HOST, DISK = "host", "disk:"
 
 @dataclass(eq=False)
 class _Saved:
-    """What the graph holds in place of a tensor.
-
-    Attributes:
-        ticket: the store's name for the copy.
-        before: the tensor that was saved before this one, which the backward needs next. The graph that holds it may
-            be gone.
-    """
+    """What the graph holds in place of a tensor. ``before``: the tensor saved before it, which is needed next."""
 
     ticket: Any
     before: weakref.ref[_Saved] | None
@@ -48,11 +42,7 @@ class Offloading:
         self._last: weakref.ref[_Saved] | None = None
 
     def hooks(self, *tensors: Tensor) -> saved_tensors_hooks:
-        """Return a context manager: inside it, autograd saves exactly these tensor objects in the store.
-
-        Other saved tensors stay as they are, such as cos, sin and position ids, which all layers share. Nothing may
-        change ``tensors`` in place before their backward.
-        """
+        """Return a context in which autograd saves exactly these tensors in the store; don't change them in place."""
         chosen = [weakref.ref(x) for x in tensors]  # the graph may hold the hooks, and must not hold the tensors
 
         def pack(x: Tensor) -> Any:
@@ -80,11 +70,7 @@ class Offloading:
 
 
 def offloading(where: str) -> Offloading:
-    """Return the Offloading of ``memory=Memory(offload=where)``; ``where`` and errors as in :func:`check_place`.
-
-    Raises:
-        ValueError: files can't be written to DIR.
-    """
+    """Return the Offloading of ``memory=Memory(offload=where)``; ``where`` and errors as in :func:`check_place`."""
     check_place(where)
     try:
         store = HostStore() if where == HOST else DiskStore(where.removeprefix(DISK))

@@ -28,9 +28,7 @@ Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before
 class Past:
     """What a recurrent layer keeps of all tokens so far, equal on all ranks. None before the first token.
 
-    Attributes:
-        columns: [B, C, k], the last inputs of its convolution of width k; zeros before the first token.
-        state: its state behind the last token; None for a layer that is only a convolution.
+    ``columns``: [B, C, k], the last inputs of its convolution of width k; zeros before the first token.
     """
 
     columns: Tensor | None = None
@@ -38,20 +36,10 @@ class Past:
 
 
 class RunExchange:
-    """Exchanges states and borders between the ranks of a plan.
-
-    Args:
-        plan: the plan of the tokens.
-        past: what the layer keeps of earlier tokens. The tokens are then one document that goes on, without a
-            gradient, and the layer's call replaces what ``past`` holds.
-
-    Attributes:
-        runs: this rank's runs and all others.
-        own: this rank's runs, in local order. With a ``past`` the last run's document goes on.
-
-    Raises:
-        ValueError: the plan's layout separates neighbouring tokens, or the plan has ``keys``, but there is no ``past``;
-            on every rank.
+    """Exchanges states and borders between the ranks of a plan. ``own``: this rank's runs, in local order.
+     ``past``: what the layer keeps of earlier tokens, which a call replaces. The tokens are then one document that goes
+    on, without a gradient. Raises ValueError on every rank for a layout that separates neighbours, or a plan with
+    ``keys``.
     """
 
     def __init__(self, plan: Plan, *, past: Past | None = None) -> None:
@@ -70,15 +58,7 @@ class RunExchange:
         self._plan, self._past, self._start = plan, past, layout.start
 
     def before(self, x: Tensor, width: int) -> Tensor:
-        """Return the ``width`` tokens before each own run, zeros before a document. Replace the past's columns.
-
-        Args:
-            x: [S_local, ...], this rank's tokens.
-            width: number of tokens, at least 1.
-
-        Returns:
-            [own runs, width, ...].
-        """
+        """Return the ``width`` tokens before each own run [own runs, width, ...], zeros before a document."""
         if not self.runs.chains and self._past is None:
             return x.new_zeros(len(self.own), width, *x.shape[1:])
         call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
@@ -93,14 +73,9 @@ class RunExchange:
     def states(
         self, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor, factor_shape: Sequence[int], *, diagonal: bool
     ) -> list[Tensor]:
-        """Return the state before each own run. Replace the past's state.
-
-        Args:
-            pairs: (M, U) of the own runs that are not the last of their document, in local order.
-            zero: the state at the start of a document, in the dtype in which states are summed. If states need a
-                gradient, it must require one, even on a rank without pairs: all ranks run the exchange's backward.
-            factor_shape: the shape of M.
-            diagonal: whether M S multiplies by elements; otherwise it is a matrix product.
+        """Return the state before each own run, from (M, U) of own runs that are not the last of their document.
+         ``zero``: the state at a document's start. If states need a gradient it must require one, even on a rank
+        without pairs. ``diagonal``: M S multiplies by elements; otherwise it is a matrix product.
         """
         if not self.runs.chains and self._past is None:
             return [zero for _ in self.own]
@@ -130,16 +105,7 @@ class RunExchange:
         return [found.get(n, origin) for n in runs.own]
 
     def _last_columns(self, x: Tensor, before: Tensor, earlier: Tensor | None) -> Tensor:
-        """Fill in the earlier tokens before the first runs; return the last tokens of all, one more than ``before``.
-
-        Args:
-            x: [S_local, B, C].
-            before: [own runs, width, B, C]; written to.
-            earlier: [B, C, width + 1] or None.
-
-        Returns:
-            [B, C, width + 1], equal on all ranks.
-        """
+        """Fill in the earlier tokens before the first runs; return the last of all, [B, C, width + 1]."""
         width, last = before.shape[1], len(self.runs.every) - 1
         for row, run in zip(before, self.own, strict=True):
             missing = max(0, width - (run.first - self._start))
@@ -209,13 +175,7 @@ class _Scan:
     diagonal: bool
 
     def __call__(self, own: Mapping[int, Pair], like: Tensor, *, reverse: bool) -> dict[int, Tensor]:
-        """Return the state before each own run but a document's first, by its index in ``Runs.every``.
-
-        Args:
-            own: the pair of each own run but a document's last; of a document's first run M is None.
-            like: a tensor with the dtype and the device of all.
-            reverse: from the last run of each document to its first.
-        """
+        """Return the state before each own run but a document's first, by index in ``Runs.every``."""
         runs, transport = self.call.runs, self.call.transport
         before: dict[int, Pair] = {}
         for number, moves in enumerate(runs.rounds[reverse]):

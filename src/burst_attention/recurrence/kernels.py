@@ -33,15 +33,7 @@ def convolution(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run ``causal_conv1d_fn`` over all own runs, each behind the tokens before it.
-
-    Args:
-        hidden_states: [B, C, S_local].
-        weight: [C, k].
-
-    Returns:
-        [B, C, S_local].
-    """
+    """Run ``causal_conv1d_fn`` [B, C, S_local] with weight [C, k] over own runs, behind the tokens before each."""
     width, tokens = weight.shape[-1] - 1, hidden_states.movedim(2, 0)
     if not width:
         return kernel(hidden_states, weight, bias, activation=activation, **_plain(options))
@@ -67,15 +59,7 @@ def delta_rule(
     """Run a chunked gated delta rule. A head's state is [K, V] and M is [K, K].
 
     With the values [v | 0] and the state [0 | I] one call of the kernel gives out₀ and R, U and M.
-
-    Args:
-        query, key: [B, S_local, H, K].
-        value: [B, S_local, Hv, V].
-        g: [B, S_local, Hv], or [B, S_local, Hv, K].
-        beta: [B, S_local, Hv].
-
-    Returns:
-        [B, S_local, Hv, V], and None for the state.
+    q, k [B, S_local, H, K]; v [B, S_local, Hv, V]; g [B, S_local, Hv] or [..., K]; beta [B, S_local, Hv].
     """
     options = _plain(options, "initial_state", "output_final_state")
     (batch, _, heads, wide), size, exact = value.shape, key.shape[-1], accumulation_dtype(query.dtype)
@@ -115,15 +99,7 @@ def mamba2(
     """Run ``mamba2_chunk_scan``. A head's state is [P, N], and M is one number.
 
     M = exp(A Σ Δ) over the run, and token t reads exp(A Σ Δ) C_t S, with the sum up to t.
-
-    Args:
-        hidden_states: [B, S_local, H, P].
-        dt: [B, S_local, H].
-        A: [H].
-        B, C: [B, S_local, G, N].
-
-    Returns:
-        [B, S_local, H, P], with None for the state if it was asked for.
+    hidden_states [B, S_local, H, P]; dt [B, S_local, H]; A [H]; B, C [B, S_local, G, N].
     """
     asked = options.get("return_final_states", False)
     if options.get("z") is not None:
@@ -168,14 +144,7 @@ def mamba1(
     """Run ``mamba_selective_scan``. A channel's state is [N], and M is diagonal.
 
     M = exp(A Σ Δ) over the run, and token t reads exp(A Σ Δ) S against C_t, with the sum up to t.
-
-    Args:
-        hidden_states, dt: [B, D, S_local].
-        A: [D, N].
-        B, C: [B, N, S_local].
-
-    Returns:
-        [B, D, S_local], with None for the state if it was asked for.
+    hidden_states, dt [B, D, S_local]; A [D, N]; B, C [B, N, S_local].
     """
     asked, gate = options.get("return_last_state", False), options.get("z")
     options = _plain(options, "return_last_state", "z")  # the gate multiplies the whole output, so it comes last
@@ -208,19 +177,10 @@ def mamba1(
 
 
 def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, rates: Tensor, *, block: int) -> Tensor:
-    """Compute lightning attention: linear attention whose state decays by exp(-rate) with each token.
+    """Compute lightning attention (arXiv 2401.04658, algorithm 1): its state decays by exp(-rate) with each token.
 
-    M = exp(-rate L) over a run of L tokens, and its token t (from 1) reads exp(-rate t) q S. Source: arXiv 2401.04658,
-    algorithm 1.
-
-    Args:
-        query, key: [B, H, S_local, K].
-        value: [B, H, S_local, V].
-        rates: [H, 1, 1], above 0.
-        block: how many tokens are computed together.
-
-    Returns:
-        [B, H, S_local, V].
+    M = exp(-rate L) over a run of L tokens, and its token t (from 1) reads exp(-rate t) q S.
+    q, k [B, H, S_local, K]; v [B, H, S_local, V]; rates [H, 1, 1] > 0; ``block`` tokens are computed together.
     """
     exact = accumulation_dtype(query.dtype)
     (batch, heads, _, size), wide, rates = query.shape, value.shape[-1], rates.to(exact)
@@ -280,10 +240,7 @@ def _after(out: Tensor, state: Tensor) -> Tensor:
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
-    """Return Δ of each token [..., S, H] as the kernel computes it.
-
-    The kernels of mamba_ssm compute it in fp32; transformers' own code, which runs on CPUs, in the dtype of ``dt``.
-    """
+    """Return Δ [..., S, H] as the kernel computes it: fp32 in mamba_ssm, the dtype of ``dt`` in transformers."""
     dt = dt.to(dtype) if dt.is_cuda else dt
     step = dt if bias is None else dt + bias.to(dt.dtype)
     return (F.softplus(step) if softplus else step).to(dtype)

@@ -16,13 +16,7 @@ from ..plan.layout import Layout
 
 @dataclass(frozen=True)
 class Run:
-    """``length`` neighbouring tokens of one document on rank ``owner``.
-
-    Attributes:
-        offset: the local index of the first token.
-        first: its global position.
-        start, stop: the borders of its document.
-    """
+    """``length`` neighbouring tokens of a document, positions ``first`` on, at ``offset`` on rank ``owner``."""
 
     owner: int
     offset: int
@@ -60,11 +54,8 @@ Rounds = tuple[tuple[Hop, ...], ...]
 
 class Borders(NamedTuple):
     """Which tokens a convolution needs of other runs, as one rank sees it.
-
-    Attributes:
-        rows: the local indices of the tokens that this rank gives, each once.
-        given: for each rank, the indices in ``rows`` of what it gets from here.
-        places: for each rank, where its tokens go in [own runs x width]; places that stay free are zero.
+     ``rows``: the local tokens that this rank gives. For each rank, ``given``: which of them it gets; ``places``: where
+    its tokens go in [own runs x width]; places that stay free are zero.
     """
 
     rows: list[int]
@@ -153,11 +144,7 @@ class Runs:
         return Borders(list(rows), given, places)
 
     def state_bytes(self, factor: int, state: int, *, backward: bool = False) -> tuple[int, int]:
-        """Return (sent, received) payload bytes of this rank in one exchange of states, or in its backward.
-
-        Args:
-            factor, state: the bytes of M and of a state.
-        """
+        """Return the (sent, received) bytes of an exchange of states, or its backward."""
         sent = received = 0
         for move in itertools.chain.from_iterable(self.rounds[backward]):
             source, target = (self.every[n].owner for n in move[:2])
@@ -168,11 +155,7 @@ class Runs:
         return sent, received
 
     def border_bytes(self, width: int, token: int) -> tuple[int, int]:
-        """Return (sent, received) payload bytes of this rank for a convolution; its backward swaps them.
-
-        Args:
-            token: the bytes of a token.
-        """
+        """Return the (sent, received) bytes for a convolution; its backward swaps them. ``token``: a token's bytes."""
         found = self.borders(width)
         sent, received = (
             sum(len(each) for rank, each in enumerate(lists) if rank != self.rank)
@@ -183,11 +166,7 @@ class Runs:
 
 @functools.lru_cache(maxsize=64)
 def runs_of(layout: Layout, borders: Sequence[int] | None, rank: int) -> Runs:
-    """Return the runs of a layout with these document borders (None: one document).
-
-    Raises:
-        ValueError: the layout separates neighbouring tokens.
-    """
+    """Return a layout's runs with these document borders; ValueError for one that separates neighbouring tokens."""
     if any(stride != 1 and count > 1 for *_, count, stride in layout.table(range(layout.world)).tolist()):
         raise ValueError(
             f"layout={layout.name!r} separates neighbouring tokens, but recurrent layers and convolutions pass a state "

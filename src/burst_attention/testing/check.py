@@ -119,10 +119,7 @@ class Report:
 
 
 def relative_l2(actual: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
-    """Return ||actual - expected|| / max(||expected||, floor) in fp64. 0 / 0 gives 0; x / 0 gives inf.
-
-    Entries where both are the same infinity count as equal: a row that sees nothing has lse -inf.
-    """
+    """Return ||actual - expected|| / max(||expected||, floor) in fp64; equal infinities count as equal."""
     actual, expected = actual.detach().double(), expected.detach().double()
     both = (actual == expected) & expected.isinf()
     actual, expected = actual.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
@@ -213,10 +210,7 @@ def _half_row(
     stock: dict[str, Tensor],
     plain: dict[str, Tensor],
 ) -> Row:
-    """Compare a bf16 or fp16 result. The bound is the error of PyTorch's kernel on one device, times a factor.
-
-    That error is the larger of two: over the whole tensor, and over this rank's rows, which may be few and harder.
-    """
+    """Compare a bf16 or fp16 result; the bound is PyTorch's error on one device, whole or on this rank's rows."""
     expected = _shard(plan, name, oracle[name])
     exact = _kernel(case).exact_partials(case.dtype)
     if name == "lse":  # in fp32; stock kernels use a less accurate exponential for bf16 and fp16

@@ -23,10 +23,7 @@ class Blocks:
 
 
 def meetings(starts: np.ndarray, stops: np.ndarray, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (offsets, ids) of the intervals [starts, stops) in each block of ``size`` of ``length`` rows.
-
-    Within a block, the intervals keep their order.
-    """
+    """Return (offsets, ids) of the intervals [starts, stops) in each block of ``size`` of ``length`` rows."""
     blocks = -(-length // size)
     first, last = starts // size, (stops - 1) // size
     counts = last - first + 1

@@ -29,9 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
-    Partial results are fp32. The block sizes fix the summation order, so runs with the same sizes are bit-equal. If
-    ``tuned``, those that ``burst calibrate`` measured are used. Otherwise, and under
-    ``torch.use_deterministic_algorithms(True)``, they are fixed.
+    Partial results are fp32. Block sizes, measured by ``burst calibrate`` if ``tuned``, fix the order of sums.
     """
 
     tuned: bool = True
@@ -177,10 +175,7 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def power_of_two(width: int) -> int:
-    """Return the smallest power of two that is at least ``width`` and at least 32.
-
-    Products with a side of 16 are compiled wrongly beside one of 64 (Triton 3.6, H100, half precision).
-    """
+    """Return the smallest power of two >= ``width`` and 32: Triton 3.6 compiles 16 wrongly beside 64 on H100."""
     return max(32, 1 << (width - 1).bit_length())
 
 

@@ -39,10 +39,7 @@ def fixed_sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
 
 
 def candidates(width: int, value_width: int, dtype: torch.dtype) -> list[Sizes]:
-    """Return the sizes to try, the fixed choice first. Sizes that don't fit the GPU fail and are skipped.
-
-    They are few: each is compiled for every program, head dimension and kind of tiles while other ranks wait.
-    """
+    """Return the few sizes to try, the fixed choice first. Sizes that don't fit the GPU fail and are skipped."""
     fixed = fixed_sizes(width, value_width, dtype)
     if dtype == torch.float32:
         return [fixed, Sizes(64, 64, 8, 1)]
