@@ -77,11 +77,7 @@ class MemoryConfig:
 
 
 def free_memory(root: Path = Path("/")) -> tuple[int, str] | None:
-    """Return the bytes free for new processes and the limit's name; None if unknown.
-
-    Args:
-        root: root of the file system; tests pass another.
-    """
+    """Return the bytes free for new processes and the limit's name; None if unknown. Tests pass another ``root``."""
     limits = [*_of_machine(root / "proc/meminfo"), *_of_cgroup(root)]
     return min(limits) if limits else None
 
@@ -110,13 +106,7 @@ def _of_cgroup(root: Path) -> Iterator[tuple[int, str]]:
 def check_fits(
     parts: Mapping[str, int], free: tuple[int, str] | None, memory: MemoryConfig, *, seq_len: int, ranks: int
 ) -> None:
-    """Raise ValueError if the predicted memory of ``ranks`` ranks exceeds free memory; suggest remedies.
-
-    Args:
-        parts: one rank's bytes, from :func:`burst_train.forecast.forecast.step_memory`.
-        free: from :func:`free_memory`, or a GPU's free memory.
-        ranks: number of ranks that share the free memory.
-    """
+    """Raise ValueError if ``ranks`` ranks of ``parts`` bytes each exceed the free memory; suggest remedies."""
     per_rank = sum(parts.values())
     if free is None or memory.ignore_memory or per_rank * ranks <= free[0]:
         return

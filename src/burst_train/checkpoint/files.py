@@ -1,8 +1,4 @@
-"""Checkpoints: tensors in safetensors files, one per rank, and everything else in a checked JSON file.
-
-All ranks write a checkpoint (:mod:`burst_train.checkpoint.writer`). All ranks read it, even if their number changed.
-No file is a pickle, and nothing read is executed. :mod:`burst_train.checkpoint.manifest` defines a whole checkpoint.
-"""
+"""Checkpoints: tensors in safetensors files, one per rank, and everything else in a checked JSON file. No pickles."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ DTYPES: dict[torch.dtype, Dtype] = {
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Return dtype and shape of the tensors by name.
-
-    Raises:
-        TypeError: a value is not a tensor, or its dtype can't be saved.
-    """
+    """Return dtype and shape of the tensors by name; TypeError names one that can't be saved."""
     for name, value in tensors.items():
         # The storage would accept the value, but write a file that can't be read.
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
@@ -66,11 +58,7 @@ def check_pieces(table: Mapping[str, TensorEntry], files: Iterable[Pieces]) -> N
 
 
 def check(folder: Path) -> State:
-    """Check every file of a checkpoint and return its state.
-
-    Raises:
-        DamagedError: a file differs from what was saved.
-    """
+    """Check every file of a checkpoint and return its state; DamagedError names each file that differs."""
     files = verify(folder)
     state = read_state(folder)
     try:
@@ -89,11 +77,7 @@ class Best:
 
 
 def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
-    """Return the checkpoint with the lowest held-out loss, the earliest of equals; None if none was evaluated.
-
-    Args:
-        step: ignore checkpoints after this step; None: ignore none.
-    """
+    """Return the checkpoint up to ``step`` with the lowest held-out loss (the earliest of equals), if there is one."""
     found = []
     for folder in list_checkpoints(out):
         try:
@@ -106,12 +90,7 @@ def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
 
 
 def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
-    """Return the newest whole checkpoint of a run; call ``tell`` with the errors of newer ones.
-
-    Raises:
-        DamagedError: every checkpoint is damaged; names the errors of each.
-        ValueError: there is no checkpoint.
-    """
+    """Return the newest whole checkpoint of a run; ``tell`` gets the errors of newer ones, ValueError those of all."""
     wrong = []
     for folder in list_checkpoints(out):
         try:
@@ -126,11 +105,7 @@ def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
 
 
 def none_whole(out: Path, wrong: Sequence[str]) -> ValueError:
-    """Return the error for a run's folder without a whole checkpoint.
-
-    Args:
-        wrong: the errors of its checkpoints.
-    """
+    """Return the error for a run without a whole checkpoint; ``wrong``: the errors of its checkpoints."""
     if not wrong:
         return ValueError(f"{str(out)!r} holds no checkpoint")
     return DamagedError(f"every checkpoint in {str(out / FOLDER)!r} is damaged: {'; '.join(wrong)}")
@@ -144,11 +119,7 @@ def not_resumed(error: ValueError) -> ValueError:
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, this rank's shards, from a checkpoint that :func:`check` accepted. Every rank must call it.
-
-    Raises:
-        RefusedError: the checkpoint has other tensors.
-    """
+    """Fill this rank's shards from a checked checkpoint, on every rank; RefusedError if it has other tensors."""
     saved, wanted = read_state(folder).tensors, table_of(tensors)
     for name in sorted({*saved, *wanted}):
         if saved.get(name) != wanted.get(name):

@@ -35,11 +35,7 @@ def read_generators() -> dict[str, Any]:
 
 
 def set_generators(states: Generators) -> None:
-    """Restore the states from :func:`read_generators`.
-
-    Raises:
-        ValueError: a state is invalid.
-    """
+    """Restore the states from :func:`read_generators`; ValueError if one is invalid."""
     python, numpy = states.python, states.numpy
     try:
         random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))

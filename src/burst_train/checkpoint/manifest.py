@@ -100,11 +100,7 @@ def sync_folder(path: Path) -> None:
 
 
 def seal(folder: Path, step: int, files: dict[str, FileEntry]) -> None:
-    """Write the manifest into the unfinished ``folder``, then give the folder its final name.
-
-    Args:
-        files: the entry of each file, by name.
-    """
+    """Write the manifest of ``files`` into the unfinished ``folder``, then give the folder its final name."""
     write_whole(folder / MANIFEST, Manifest(format=FORMAT, step=step, files=files).model_dump_json(indent=1))
     sync_folder(folder)
     whole = folder.with_name(name_of(step))
@@ -127,11 +123,7 @@ def discard_unfinished(out: Path) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """Read a checkpoint's ``state.json`` and check it against the manifest.
-
-    Raises:
-        DamagedError: the manifest or the file differs from what was written.
-    """
+    """Read a checkpoint's ``state.json``; DamagedError if it or the manifest differs from what was written."""
     try:
         entry, data = _entries(folder)[STATE], read_bytes(folder / STATE)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -142,11 +134,7 @@ def read_state(folder: Path) -> State:
 
 
 def verify(folder: Path) -> list[str]:
-    """Check every file of a checkpoint against its manifest; return the names of its safetensors files.
-
-    Raises:
-        DamagedError: a file is missing, foreign, truncated, changed or swapped; names each of them.
-    """
+    """Check every file of a checkpoint against its manifest; DamagedError names each wrong, missing or foreign one."""
     try:
         entries = _entries(folder)
         complaints = [text for name, entry in entries.items() if (text := _compare(folder, name, entry, entries))]
@@ -160,11 +148,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> dict[str, FileEntry]:
-    """Return the files that a folder's manifest lists.
-
-    Raises:
-        ValueError: the manifest is missing or invalid.
-    """
+    """Return the files that a folder's manifest lists; ValueError if the manifest is missing or invalid."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"there is no {MANIFEST}, so this is not a whole checkpoint")
     manifest = parse_json(read_bytes(folder / MANIFEST, LARGEST_MANIFEST), Manifest, MANIFEST)

@@ -30,16 +30,7 @@ from .writer import CheckpointWriter, all_or_raise
 
 
 class Saver:
-    """Saves one rank's part of due checkpoints, and stops the run on request.
-
-    Only one checkpoint is written at a time. If it is unfinished when the next one is due, training waits for it.
-    Thus the set of checkpoints does not depend on disk speed, and memory never holds two copies.
-
-    Args:
-        requests: stop requests to this process; all ranks act on a request to any rank.
-        tell: called on rank 0 with a description of each failure.
-        clock: monotonic clock in seconds.
-    """
+    """Saves one rank's part of due checkpoints, one at a time, and stops the run on request to any rank."""
 
     def __init__(
         self,
@@ -67,11 +58,7 @@ class Saver:
         self.best = run.context.collect(self.best)[0]
 
     def after_step(self, seconds: float) -> None:
-        """Save if a checkpoint is due. Every rank must call it after every step; ``seconds`` is the step's duration.
-
-        Raises:
-            InterruptedRunError: on all ranks, if one was asked to stop; the run's state was saved if possible.
-        """
+        """Save if it is due, on every rank after every step; InterruptedRunError if a rank was asked to stop."""
         run, draft, self._ran = self.run, self._draft, True
         self._longest_step = max(self._longest_step, seconds)
         # Time to reserve before the deadline: a slow step, a slow save, and the save being written.
@@ -93,10 +80,7 @@ class Saver:
                 self._draft.write_during_training()
 
     def _try_disk(self) -> float:
-        """Estimate the seconds of a first save by a small trial: all ranks' bytes at the disk's rate.
-
-        A disk that can't be written to gives 0 here; the save itself reports the error.
-        """
+        """Estimate the seconds of a first save from a small trial; 0 if the disk can't be written to."""
         weights = sum(p.numel() * p.element_size() for p in self.run.model.parameters())
         folder = self._out / FOLDER / f"step-trial{UNFINISHED}"
         try:
@@ -123,11 +107,7 @@ class Saver:
 
     @property
     def missing(self) -> list[int]:
-        """Steps of failed checkpoints that the run would still hold.
-
-        A failure no longer counts after ``--keep`` later checkpoints, which would have replaced it. A failed best
-        checkpoint no longer counts after a later one with a lower held-out loss.
-        """
+        """Steps of failed checkpoints that the run would still hold: one of the newest ``--keep``, or the best."""
         newest = sorted([*self._saved, *self._failed])[-self.run.config.run.keep :]
         best = min(self._failed, key=lambda step: (self._failed[step], step), default=None)
         if best is None or self._failed[best] >= (self.best.loss if self.best else math.inf):
@@ -200,11 +180,7 @@ class Saver:
 
 
 def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
-    """Resume from the checkpoint that ``--resume`` names. Every rank must call it.
-
-    Raises:
-        ValueError: there is no whole checkpoint, or it is of another run; the same on all ranks.
-    """
+    """Resume from the checkpoint that ``--resume`` names, on every rank; ValueError if that is not possible."""
     context = run.context
     try:
         found = all_or_raise(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())

@@ -1,7 +1,4 @@
-"""Write and hash a safetensors file in pieces, with pauses that leave the processor to training.
-
-``safetensors.save_file`` makes another copy of all data and writes without pauses, which slows training.
-"""
+"""Write and hash a safetensors file in pieces, with pauses: ``save_file`` copies all data and slows training."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ TRIAL = 1 << 23  # bytes of the trial that measures a disk
 
 
 class Pace:
-    """Pauses after pieces of work, in proportion to their processor time.
-
-    There are no more pauses after :meth:`hurry`.
-
-    Attributes:
-        rested: total seconds of rest.
-    """
+    """Pauses after pieces of work, in proportion to their processor time; ``rested`` counts their seconds."""
 
     def __init__(self) -> None:
         self.rested = 0.0
@@ -58,12 +49,7 @@ class Pace:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str], metadata: Mapping[str, str], pace: Pace
 ) -> str:
-    """Write contiguous CPU tensors; return the SHA-256 that the file must have.
-
-    Args:
-        names: dtype names of safetensors, by tensor.
-        metadata: metadata of the file.
-    """
+    """Write contiguous CPU tensors, with safetensors' dtype ``names``; return the SHA-256 that the file must have."""
     # Same order as safetensors, widest dtype first, so that each tensor starts at a multiple of its item size.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest = hashlib.sha256()
@@ -104,13 +90,7 @@ def sync_file(path: Path) -> None:
 
 
 def seconds_to_write(folder: Path, size: int) -> float:
-    """Estimate the seconds to write ``size`` bytes to a disk and read them back.
-
-    It times two trial files, of 1 and 8 MiB: their difference gives the time per byte, the rest is a fixed cost.
-
-    Args:
-        folder: a new folder for the trial files; the caller removes it.
-    """
+    """Estimate the seconds to write and read back ``size`` bytes in a new ``folder``, by two trial files."""
     folder.mkdir(parents=True)
     few, many = (_seconds_of_trial(folder / f"trial-{n}.safetensors", n) for n in (TRIAL // 8, TRIAL))
     each = max(many - few, many / 8) / (TRIAL - TRIAL // 8)

@@ -40,10 +40,7 @@ PASSING = ("out", "overwrite", "resume", "profile", "ranks", "device", "accumula
 
 
 class Run(Protocol):
-    """The state of one rank of a run that is saved and restored.
-
-    ``step`` is the last finished step. ``held_out`` is the held-out loss after it, if measured.
-    """
+    """The state of a run's rank that is saved and restored; ``held_out`` is the loss after ``step``, if measured."""
 
     config: TrainConfig
     context: RankContext
@@ -68,11 +65,7 @@ def is_adapter(name: str) -> bool:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the sharded weights and AdamW moments by name, without copying; moments in 8 bits are copied.
-
-    With adapters, the weights are theirs alone: all others are as they were loaded. If the optimizer has taken no step
-    yet, its moments are created as zeros.
-    """
+    """Return the trained weights and AdamW's moments by name, sharded and not copied unless moments have 8 bits."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     adapted = any(map(is_adapter, names.values()))
     tensors = {f"{WEIGHTS}{name}": p.detach() for p, name in names.items() if is_adapter(name) or not adapted}
@@ -133,11 +126,7 @@ def _generation_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Return the settings by section.
-
-    ``global_batch`` is resolved so that it holds for any number of ranks, and ``decay_steps`` so that it holds for any
-    number of steps.
-    """
+    """Return the settings by section, those that follow from ranks and steps resolved."""
     optim = replace(config.optim, global_batch=config.sequences_per_step, decay_steps=config.decay_steps)
     return asdict(replace(config, optim=optim))
 
@@ -169,11 +158,7 @@ def _difference(config: TrainConfig, name: str, value: object, held: object) -> 
 
 
 def restore(run: Run, state: State, cursor: Cursor) -> None:
-    """Restore the result of :func:`state_of`, after the tensors have been loaded. Every rank must call it.
-
-    Raises:
-        ValueError: an entry belongs to another model or optimizer.
-    """
+    """Restore the result of :func:`state_of` on every rank, after the tensors; ValueError for another optimizer's."""
     _restore_optimizer(run, state.optimizer)
     run.step, run.first_loss, run.last_loss = state.step, state.losses.first, state.losses.last
     restore_schedule(run.schedule, state.schedule.last_epoch)

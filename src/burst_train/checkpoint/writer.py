@@ -33,18 +33,9 @@ LOWEST = 19  # lowest priority of a thread on Linux
 
 
 class CheckpointWriter:
-    """One rank's part of an unfinished checkpoint. Every rank must create it and call :meth:`seal`.
+    """One rank's part of an unfinished checkpoint: a copy in memory. Every rank must create it and :meth:`seal` it.
 
-    It copies the tensors to this process's memory, so later changes to them do not reach the disk.
-
-    Args:
-        out: the run's folder, which all ranks must see.
-        tensors: tensors by name; replicated tensors are written once.
-        state: state that JSON can hold. Rank 0's is written.
-
-    Raises:
-        TypeError: a value of ``tensors`` is not a tensor, or its dtype can't be saved; nothing was written.
-        SaveError: a rank has no memory for the copy, or rank 0 can't create the folder.
+    Replicated tensors are written once. SaveError: a rank has no memory for the copy, or rank 0 can't write there.
     """
 
     def __init__(
@@ -105,14 +96,7 @@ class CheckpointWriter:
         self.write()
 
     def seal(self) -> Path:
-        """Finish writing without rests, agree with all ranks, and rename the checkpoint.
-
-        Returns:
-            The checkpoint's folder, on all ranks, once it is on disk.
-
-        Raises:
-            SaveError: on all ranks, if writing failed on one; the checkpoint is removed.
-        """
+        """Finish writing, rename the checkpoint and return its folder; SaveError on all ranks if one failed."""
         self._pace.hurry()
         if self._thread is not None:
             self._thread.join()
@@ -178,11 +162,7 @@ def save(out: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], *, ste
 
 
 def all_or_raise(context: RankContext, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` on every rank; return all results, by rank.
-
-    Raises:
-        SaveError: on all ranks, if it failed on one.
-    """
+    """Run ``action`` on every rank; return all results, by rank. SaveError on all ranks if it failed on one."""
     try:
         mine: tuple[Any, str] = (action(), "")
     except (OSError, ValueError, RuntimeError, MemoryError) as error:

@@ -26,10 +26,7 @@ PIPED_WIDTH = 160  # columns of the table when the output is not a terminal
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst eval`` and return the exit status.
-
-    The status is 0 if a strategy ran, 1 if one failed, and 2 if the arguments are refused.
-    """
+    """Run ``burst eval``; the status is 0 if a strategy ran, 1 if one failed, and 2 if the arguments are refused."""
     config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments, registry=numbers())
     launch.prepare("burst_train.step.evaluate")
     try:

@@ -30,16 +30,7 @@ class ExportArguments:
 
 
 def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
-    """Return the checkpoint to export.
-
-    It is ``given`` itself if that is a checkpoint. For a run's folder it is the newest complete one, or the best.
-
-    Args:
-        tell: called with a message for each damaged checkpoint that is skipped.
-
-    Raises:
-        ValueError: no checkpoint was found.
-    """
+    """Return the checkpoint to export: ``given``, or a run's newest whole one or best one; ValueError without one."""
     from ..checkpoint.files import best_checkpoint, newest_whole
     from ..run.folder import FOLDER, list_checkpoints, name_of
 

@@ -28,28 +28,14 @@ LEAST_HELD_OUT = 100  # tokens: the mean of fewer losses is off by more than 0.2
 
 @dataclass(frozen=True)
 class Start:
-    """The first lines of a run.
-
-    Attributes:
-        lines: to print, one by one.
-        memory: predicted peak of a rank's tensors in bytes, by part. None if the strategy has no prediction.
-    """
+    """The first lines of a run, and the predicted peak of a rank's tensors in bytes by part (None: no prediction)."""
 
     lines: tuple[str, ...]
     memory: Mapping[str, int] | None
 
 
 def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
-    """Check that ``world`` ranks can train ``config``, and return the first lines to print.
-
-    Reads only the data of the first training sequence and of the first held-out ones.
-
-    Args:
-        local_ranks: number of ranks on this machine; None if all are.
-
-    Raises:
-        ValueError: the run can't start; the message names the first flag that prevents it.
-    """
+    """Check that ``world`` ranks can train ``config``, reading its first sequences; ValueError names the flag."""
     config.check()
     config.check_world(world)
     check_tracking(config)
@@ -161,13 +147,7 @@ def _first_lines(
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:
-    """Check that ``world`` ranks can evaluate ``config`` with at least one of its strategies.
-
-    Reads only the data of the first sequence.
-
-    Raises:
-        ValueError: the evaluation can't start; the message names the first flag that prevents it.
-    """
+    """Check that ``world`` ranks can evaluate ``config`` with a strategy or more; ValueError names the flag."""
     config.check()
     from ..parallel import Heads
     from ..step.evaluate import nothing_to_evaluate, refusal

@@ -24,10 +24,7 @@ from ..run.metrics import StepRecord, Summary, unusual
 
 
 class Screen:
-    """Report a run on a terminal; without a terminal, print one line per step.
-
-    The run's settings must not contain ``auto``.
-    """
+    """Report a run, whose settings are resolved, on a terminal; elsewhere print one line per step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())

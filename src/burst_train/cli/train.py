@@ -43,13 +43,7 @@ class TrainArguments:
 
 
 def parse(arguments: list[str]) -> TrainConfig:
-    """Parse the arguments; flags override the ``--config`` file, which overrides the defaults.
-
-    A wrong flag exits with status 2.
-
-    Raises:
-        ValueError: the file can't be read or has an unknown setting.
-    """
+    """Parse the arguments; flags override ``--config``, which overrides the defaults. ValueError for a wrong file."""
     return _parse(arguments).train
 
 
@@ -134,14 +128,7 @@ def main(arguments: list[str]) -> int:
 
 
 def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
-    """Return a line on how to resume a run that ended early; empty if it failed and saved nothing.
-
-    If a run failed, the line does not name checkpoints of an earlier start. They may be the cause of the failure.
-
-    Args:
-        before: the checkpoints that existed when the run started.
-        asked: whether a signal to the launcher ended the run.
-    """
+    """Return a line on how to resume a run that ended early; empty if it failed and saved nothing after ``before``."""
     found = list_checkpoints(Path(out))
     if not asked and found[:1] == list(before[:1]):
         return ""
@@ -152,11 +139,7 @@ def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
 
 
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
-    """Adapt the configuration if torchrun has restarted this run.
-
-    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again. A restart shows by a
-    ``TORCHELASTIC_RESTART_COUNT`` above 0 in the process's environment.
-    """
+    """Resume the newest checkpoint, or start again, if torchrun has restarted this run (by the environment)."""
     from ..run.lock import was_claimed_by_sibling
     from ..run.metrics import SUMMARY
 
@@ -170,10 +153,7 @@ def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainC
 
 
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
-    """Fill in the settings that depend on the machine: ranks, device, learning rate and dtype.
-
-    ``running``: (all ranks, ranks on this machine) if they run already. ValueError if GPUs are fewer than ranks.
-    """
+    """Fill in ranks, device, learning rate and dtype; ``running``: (all ranks, this machine's) if they run already."""
     from burst_attention.launch.join import default_ranks, pick_device
 
     parallel = config.parallel

@@ -12,12 +12,7 @@ from .sequences import TokenSequence, TrainingStream
 
 
 class ReadAhead:
-    """A stream's sequences, read ahead. The cursor is that of the last sequence taken, not of the last one read.
-
-    Args:
-        stream: the source; from now on only the thread uses it.
-        most: maximum number of sequences waiting to be taken.
-    """
+    """A stream's sequences, at most ``most`` read ahead. The cursor is that of the last sequence taken, not read."""
 
     def __init__(self, stream: TrainingStream, most: int) -> None:
         self._stream, self._most = stream, most

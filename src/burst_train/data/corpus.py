@@ -35,20 +35,7 @@ class Document:
 
 
 def open_corpus(data: str) -> Files | Hub:
-    """Open the corpus that ``--data`` names.
-
-    Args:
-        data: one of
-
-            - ``stdlib``: the Python standard library's source files;
-            - ``hf:NAME[:CONFIG][@SPLIT]``: streamed through ``datasets``;
-            - a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field;
-            - a directory: all such files and all text files below it;
-            - any other file: one document; ``*.gz`` is decompressed.
-
-    Raises:
-        ValueError: the file is missing, or the directory is empty or can't be listed.
-    """
+    """Open the corpus that ``--data`` names; ValueError if it is missing, empty or can't be listed."""
     if data == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = _below(root, ".py", without=frozenset({"site-packages", "dist-packages", "__pycache__"}))
@@ -79,13 +66,7 @@ def _stat(data: str) -> tuple[Path, os.stat_result]:
 
 
 def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset()) -> list[Path]:
-    """List the files below ``root`` in the same order on every machine.
-
-    Hidden files and folders named in ``without`` are left out. Links to files are followed, links to folders are not.
-
-    Raises:
-        ValueError: a folder can't be listed.
-    """
+    """List the files below ``root`` in a fixed order, without hidden ones; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"--data {str(error.filename)!r}: {error.strerror}") from None
@@ -104,12 +85,9 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
 
 
 class Files:
-    """Documents in files below ``root``: one per line of JSON-lines files, one per other file.
+    """Documents in files below ``root``: one per line of JSON lines, one per other file.
 
-    Args:
-        root: folder that document names are relative to.
-        files: the files, in source order.
-        strict: whether a file that is not UTF-8 text is an error; otherwise it is skipped and counted in ``skipped``.
+    ``strict``: whether a file that is not UTF-8 is an error; otherwise it is skipped, and counted in ``skipped``.
     """
 
     def __init__(self, root: Path, files: list[Path], strict: bool = True) -> None:
@@ -118,11 +96,7 @@ class Files:
         self.root, self.files, self.strict, self.skipped = root, files, strict, 0
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        """Yield the files' documents, the same each time, in random file order with ``order``.
-
-        Raises:
-            ValueError: there is no text, or a file's content does not match its type; names the file and the line.
-        """
+        """Yield the documents, files in random ``order`` if given; ValueError names a wrong file and line."""
         self.skipped, empty = 0, True
         chosen = range(len(self.files)) if order is None else order.permutation(len(self.files))
         for index in chosen:
@@ -190,12 +164,7 @@ def _text_field(row: Any) -> str:
 
 
 class Hub:
-    """A split of a data set of the ``datasets`` library, streamed instead of downloaded.
-
-    Args:
-        name: argument of ``datasets.load_dataset`` (a hub name or local folder). ``NAME:CONFIG`` picks a
-            configuration; ``NAME@SPLIT`` or ``NAME:CONFIG@SPLIT`` picks a split other than ``train``.
-    """
+    """A streamed split of a data set of ``datasets``: ``NAME[:CONFIG][@SPLIT]``, by default ``train``."""
 
     def __init__(self, name: str) -> None:
         self.skipped = 0
@@ -224,10 +193,7 @@ class Hub:
                 yield Document(f"{self.name}#{index}", text)
 
     def _reading(self) -> Any:
-        """Return a new reader of the stream, with its own position.
-
-        A deep copy would fail in other threads: it adds itself to the hub's table of file systems while copying it.
-        """
+        """Return a new reader of the stream; a deep copy would fail in other threads (it changes fsspec's table)."""
         try:
             return self._stream.shard(num_shards=1, index=0)
         except Exception as error:

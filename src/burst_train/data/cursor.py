@@ -20,32 +20,19 @@ def _generator_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Position(Checked):
-    """The part of a cursor that JSON holds.
+    """The part of a cursor that JSON holds."""
 
-    Attributes:
-        taken: sequences yielded since the start of the run.
-        epoch: number of complete passes over all documents so far.
-        document: number of documents started in this epoch.
-        used: tokens of the last of these documents that are already in sequences.
-        digest: hex digest of that document's text; empty before the first.
-        order: state of the shuffle's random generator.
-        borders: ``cu_seqlens`` of each buffered sequence, or None.
-    """
-
-    taken: Natural
-    epoch: Natural
-    document: Natural
-    used: Natural
-    digest: str
-    order: Annotated[dict[str, Any], AfterValidator(_generator_state)]
-    borders: list[list[int] | None]
+    taken: Natural  # sequences yielded since the start of the run
+    epoch: Natural  # complete passes over all documents
+    document: Natural  # documents started in this epoch
+    used: Natural  # tokens of the last of them that are in sequences
+    digest: str  # of that document's text, in hex; empty before the first
+    order: Annotated[dict[str, Any], AfterValidator(_generator_state)]  # the shuffle's generator
+    borders: list[list[int] | None]  # ``cu_seqlens`` of each buffered sequence
 
 
 class Cursor(Position):
-    """A position in the stream of :meth:`burst_train.data.sequences.SequenceReader.training`.
-
-    ``waiting``: int32 [n, S], the buffered sequences from which the next one is drawn; saved as a tensor.
-    """
+    """A position in a stream of sequences. ``waiting``: int32 [n, S], the shuffle's buffer, saved as a tensor."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

@@ -20,15 +20,10 @@ SHUFFLED_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One training sequence.
+    """One training sequence."""
 
-    Attributes:
-        tokens: int32 [S].
-        cu_seqlens: global document borders ``[0, ..., S]`` of packed data; None if the sequence is one document.
-    """
-
-    tokens: np.ndarray
-    cu_seqlens: tuple[int, ...] | None
+    tokens: np.ndarray  # int32 [S]
+    cu_seqlens: tuple[int, ...] | None  # document borders ``[0, ..., S]`` of packed data; None: one document
 
     @property
     def valid_tokens(self) -> int:
@@ -39,17 +34,11 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Split:
-    """Rule that holds documents out. It depends only on the text, so copies of a document are held out together.
+    """Rule that holds documents out. It depends only on the text, so copies of a document are held out together."""
 
-    Attributes:
-        fraction: the share of documents whose hash holds them out.
-        only: digest of the single held-out document, if the corpus is too small for ``fraction``.
-        tail: whether the corpus is one document, whose last ``fraction`` is held out.
-    """
-
-    fraction: float
-    only: bytes | None = None
-    tail: bool = False
+    fraction: float  # share of documents whose hash holds them out
+    only: bytes | None = None  # digest of the one held-out document, if the corpus is too small for ``fraction``
+    tail: bool = False  # whether the corpus is one document, whose last ``fraction`` is held out
 
     def training(self, document: Document) -> Document | None:
         """Return the document's part for training, or None."""
@@ -80,14 +69,7 @@ def _hash_fraction(digest: bytes) -> float:
 
 
 def make_split(documents: Iterable[Document], fraction: float) -> Split:
-    """Choose a split: by ``fraction`` if both sides get documents; otherwise hold out one document.
-
-    It reads only until both sides have a document. Of a corpus with one document, the end is held out.
-
-    Args:
-        documents: the documents that are long enough, in any order.
-        fraction: the share to hold out, 0 <= fraction <= 1; 0 holds out nothing, 1 everything.
-    """
+    """Split by ``fraction`` if both sides get documents; else hold out one document, or the end of the only one."""
     seen: set[bytes] = set()
     sides: set[bool] = set()
     for document in documents:
@@ -99,11 +81,7 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
 
 
 def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequence]:
-    """Fill sequences of exactly ``seq_len`` tokens with consecutive documents.
-
-    A document that exceeds the remaining space is cut, and its rest starts the next sequence as a separate document.
-    No token is dropped or repeated; only the token before a cut loses its target. The last sequence may be shorter.
-    """
+    """Fill sequences of ``seq_len`` tokens with consecutive documents; the rest of a cut one starts the next."""
     parts: list[np.ndarray] = []
     borders = [0]
     for document in documents:
@@ -143,12 +121,7 @@ def shuffled(
     order: np.random.Generator,
     waiting: list[TokenSequence] | None = None,
 ) -> Iterator[TokenSequence]:
-    """Shuffle sequences through a buffer, because neighbours are cut from one document.
-
-    Args:
-        waiting: initial content of the buffer. It is updated in place: whenever a sequence is yielded, it holds the
-            buffered ones. With the state of ``order``, it is enough to resume.
-    """
+    """Shuffle sequences through a buffer, ``waiting``; this and the state of ``order`` are enough to resume."""
     waiting = [] if waiting is None else waiting
     waiting.extend(itertools.islice(sequences, buffer - len(waiting)))
     for sequence in sequences:
@@ -159,19 +132,7 @@ def shuffled(
 
 
 class SequenceReader:
-    """All token sequences of a run. Their order depends only on corpus and seed.
-
-    Args:
-        corpus: source of the documents.
-        tokenizer: encodes the documents.
-        seq_len: tokens per sequence.
-        packed: pack documents (with borders in ``cu_seqlens``), or cut each sequence from one document.
-        held_out: the share of documents never trained on.
-        seed: seed of the order.
-
-    Raises:
-        ValueError: the corpus has nothing to train on, or nothing to hold out.
-    """
+    """All token sequences of a run, in an order that depends only on corpus and seed."""
 
     def __init__(
         self, corpus: Corpus, tokenizer: Tokenizer, *, seq_len: int, packed: bool, held_out: float, seed: int
@@ -181,18 +142,11 @@ class SequenceReader:
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
     def training(self, start: Cursor | None = None) -> TrainingStream:
-        """Return an endless stream of sequences; each epoch reads the documents in another order.
-
-        Args:
-            start: cursor to resume from; None: start at the beginning.
-        """
+        """Return an endless stream from a cursor or the beginning; each epoch has another order of documents."""
         return TrainingStream(self, start)
 
     def held_out(self) -> Iterator[TokenSequence]:
-        """Yield each held-out sequence once, the same for every seed.
-
-        All have ``seq_len`` tokens, but a corpus that can't fill one sequence gives one shorter sequence.
-        """
+        """Yield each held-out sequence once, for every seed the same; only a sole sequence may be shorter."""
         if self.split.fraction == 0:
             return
         documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
@@ -231,15 +185,7 @@ class SequenceReader:
 
 
 class TrainingStream:
-    """A run's training sequences, with a cursor from which another stream can resume.
-
-    Args:
-        reader: source of the sequences.
-        start: cursor to resume from; None: start at the beginning.
-
-    Attributes:
-        epoch_tokens: tokens of an epoch; None until the stream has read a whole one.
-    """
+    """A run's training sequences, with a cursor from which another stream can resume."""
 
     def __init__(self, reader: SequenceReader, start: Cursor | None) -> None:
         self._reader, self._start = reader, start
@@ -334,11 +280,7 @@ class TrainingStream:
 
 
 def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
-    """Return a run's sequences and their tokenizer.
-
-    Raises:
-        ValueError: a flag's value can't be used; names the flag.
-    """
+    """Return a run's sequences and their tokenizer; ValueError names a flag whose value can't be used."""
     data = config.data
     tokenizer = open_tokenizer(data.tokenizer, config.model.model)
     reader = SequenceReader(

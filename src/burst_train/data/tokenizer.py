@@ -15,10 +15,7 @@ OPENS, CLOSES = 256, 257
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 starts a document and 257 ends it.
-
-    The name of a special token in a text is encoded as text, never as that token; so it is in :class:`HubTokenizer`.
-    """
+    """UTF-8 bytes 0 to 255; 256 starts a document and 257 ends it. Special tokens' names in a text stay text."""
 
     def __init__(self) -> None:
         self.vocab_size: int = 258
@@ -32,10 +29,7 @@ class ByteTokenizer:
         return tokens
 
     def save(self, folder: Path) -> None:
-        """Save the same ids for ``transformers.AutoTokenizer``, as a byte-level BPE without merges.
-
-        The loaded tokenizer adds the start token, as in training, but no end token.
-        """
+        """Save the same ids for ``AutoTokenizer``: a byte-level BPE without merges, which adds no end token."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -51,10 +45,7 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """A Hugging Face tokenizer. One start and one end token are added, where it has them.
-
-    Unlike the library's default, special tokens written in a document stay text.
-    """
+    """A Hugging Face tokenizer, with its start and end token. Special tokens written in a document stay text."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -119,11 +110,7 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
 
 
 def as_utf8(text: str) -> bytes:
-    """Encode a text as UTF-8.
-
-    Raises:
-        ValueError: it has a lone surrogate, which UTF-8 can't encode.
-    """
+    """Encode a text as UTF-8; ValueError for a lone surrogate."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -140,15 +127,7 @@ def first_line(error: Exception) -> str:
 
 
 def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
-    """Open the requested tokenizer; the default is the model's own, or bytes for presets.
-
-    Args:
-        tokenizer: ``bytes``, a path or hub name, or None.
-        model: the preset, folder or hub name of the model.
-
-    Raises:
-        ValueError: the tokenizer can't be loaded, or none is named and the model's folder has none.
-    """
+    """Open a tokenizer (``bytes``, a path or hub name); None: the model's own, or bytes for presets."""
     if tokenizer is None:
         files = [Path(model) / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")]
         if model not in PRESETS and Path(model).is_dir() and not any(file.is_file() for file in files):

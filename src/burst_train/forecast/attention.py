@@ -1,10 +1,8 @@
 """Predict one attention call over any number of ranks: seconds, exposed exchange, bytes by kind of link.
 
-Up to the planner's limit of ranks, the figures are the planner's. Beyond it, two smaller worlds are simulated and the
-figures are extrapolated along a line through both. The smaller worlds have the same tokens per rank, Ulysses degree and
-ranks per node. A line fits because each further sequence group adds the same work, steps and messages to a rank. For
-``blocks`` messages grow with the sides of a block, the square root of the groups. ``tests/unit/test_forecast.py``
-compares the line with full simulations.
+Beyond the planner's limit of ranks, two smaller worlds with the same tokens per rank are simulated, and the figures are
+extrapolated along a line through both: each further sequence group adds the same work, steps and messages to a rank.
+For ``blocks`` messages grow with the square root of the groups. ``tests/unit/test_forecast.py`` compares.
 """
 
 from __future__ import annotations
@@ -30,24 +28,17 @@ from burst_attention.planner.traffic import edge_messages
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One attention call over a cluster.
-
-    Attributes:
-        per_node: ranks per node, with consecutive numbers; the last node may have fewer.
-        remat: recompute policy of the layers, for the planner.
-        calls: how many such calls run in a row and overlap: a layer's chunks of heads.
-        widest: the mask of the layers with the widest window, which a balanced layout follows. None: ``mask``.
-    """
+    """One attention call over a cluster."""
 
     seq_len: int
     mask: Mask
     world: int
-    per_node: int
+    per_node: int  # with consecutive numbers; the last node may have fewer
     shape: Shape
     rates: Rates
     remat: Remat = "none"
-    calls: int = 1
-    widest: Mask | None = None
+    calls: int = 1  # that run in a row and overlap: chunks of heads
+    widest: Mask | None = None  # the widest mask of all layers, which a balanced layout follows; None: ``mask``
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
@@ -62,11 +53,7 @@ class Workload:
         return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat, calls=self.calls)
 
     def over(self, world: int) -> Workload:
-        """Return the same setting over fewer ranks, with the same tokens per rank.
-
-        Raises:
-            ValueError: with this mask, costs over these ranks can't be extrapolated to more.
-        """
+        """Return the setting over fewer ranks with the same tokens per rank; ValueError if it is not representative."""
         seq_len = self.seq_len * world // self.world
         widest = None if self.widest is None else _shortened(self.widest, seq_len, world)
         mask = _shortened(self.mask, seq_len, world)
@@ -127,15 +114,11 @@ class AttentionStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Figures of a forward and a backward. ``inside`` and ``across`` of a pass are means over ranks, in bytes.
-
-    Attributes:
-        standing: sizes of the two simulated worlds; None if all ranks were simulated.
-    """
+    """Figures of a forward and a backward. ``inside`` and ``across`` of a pass are means over ranks, in bytes."""
 
     forward: Timed
     backward: Timed
-    standing: tuple[int, int] | None = None
+    standing: tuple[int, int] | None = None  # sizes of the two simulated worlds, if not all ranks were simulated
 
     @property
     def seconds(self) -> float:
@@ -151,14 +134,7 @@ def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: b
 
 
 def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> Call:
-    """Predict the time and traffic of a call.
-
-    Args:
-        most: the most ranks to simulate. Default: the most that the way allows.
-
-    Raises:
-        ValueError: the figures can't be extrapolated to this many ranks.
-    """
+    """Predict a call's time and traffic, simulating ``most`` ranks at most; ValueError if it can't be extrapolated."""
     most = min(way.most_ranks, MOST_SIMULATED if most is None else most)
     if setting.world <= most:
         forward, backward = simulations(way, setting)
@@ -202,10 +178,10 @@ class Exchange:
 
 
 def gather(size: float, world: int, per_node: int, rates: Rates) -> Exchange:
-    """Return an all-gather of ``size`` bytes, the total of all ranks, by rings; a reduce-scatter costs the same.
+    """Return an all-gather of ``size`` bytes over all ranks by rings; a reduce-scatter costs the same.
 
-    Each rank sends W - 1 of W parts. A node sends each part once to the next node, spread over its ranks' ports. The
-    time is that of the busier kind of link, plus one message latency per doubling of the ranks.
+    A node sends each part once to the next one, spread over its ranks' ports. The busier kind of link takes the time,
+    plus one message latency per doubling of the ranks.
     """
     if world == 1:
         return Exchange()
@@ -233,10 +209,9 @@ def alone(setting: Workload) -> Workload:
 
 
 def tensor(setting: Workload, hidden: int) -> Call:
-    """Predict tensor parallelism with sequence parallelism.
+    """Predict tensor parallelism with sequence parallelism, the feed-forward layer's collectives included.
 
-    Attention and feed-forward layer each gather all tokens' hidden states before and scatter them after. The backward
-    does the same number. The call includes the feed-forward layer's collectives, which computation does not hide.
+    In each pass, attention and feed-forward layer each gather all tokens' hidden states and scatter them.
     """
     size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
     moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))

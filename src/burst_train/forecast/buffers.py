@@ -1,8 +1,7 @@
-"""Predict the buffers of an attention call over any number of ranks.
+"""Predict the buffers of an attention call over any number of ranks, from the programs of a few ranks of a small world.
 
-The figures come from the programs of a few ranks of a small world. Beyond a few sequence groups the buffers stop
-growing: a rank holds its current operands and the messages in flight, whatever the number of ranks. ``blocks`` is the
-exception. It holds the sides of a block, which grow with the square root of the number of sequence groups.
+A rank holds its operands and the messages in flight, whatever the number of ranks. Only ``blocks`` holds the sides of a
+block, which grow with the square root of the number of sequence groups.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated wit
 
 
 def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, calls: int = 1) -> int:
-    """Return the bytes of a backward's buffers at its peak, maximum over a few ranks.
+    """Return the bytes of a backward's buffers at its peak, without q, k, v, out, its gradient and lse.
 
-    q, k, v, out, out's gradient and lse are not included. A backward needs more than a forward.
-
-    Args:
-        calls: number of calls that overlap, in chunks of heads. Of the others, everything is included.
+    ``calls`` overlap, in chunks of heads; everything of the other calls is included.
     """
     setting = replace(setting, remat="none")  # which the buffers don't depend on
     slices = setting.world // way.groups.query

@@ -1,8 +1,7 @@
 """Predict a training step for each strategy: seconds, bytes, memory, and the longest sequence that fits.
 
-No model runs. The attention's time comes from the planner (:mod:`burst_train.forecast.attention`), memory from a
-formula (:mod:`burst_train.forecast.memory`) with the attention's buffers from its programs. The rest of the model takes
-the time of its matrix products and of its element-wise operations' bytes. Sharded parameters go by rings.
+No model runs. The planner times the attention; a formula gives memory. The rest takes the time of its matrix products
+and of its element-wise operations' bytes. Sharded parameters go by rings.
 """
 
 from __future__ import annotations
@@ -30,73 +29,39 @@ GRAIN = 1024  # resolution of the longest sequence, in tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """The attention of one strategy, as input to the prediction of a step.
+    """The attention of one strategy, as input to the prediction of a step."""
 
-    Attributes:
-        way: how a call is computed, in words.
-        calls: (number of layers, call) for each kind of layer.
-        buffers: bytes of a call's backward at its peak.
-        flags: the flags of ``burst train`` that select this strategy.
-        more: values of :class:`~burst_train.forecast.memory.Step` that scale with the tokens.
-        whole: whether embedding, head and norms are whole on every rank, as in tensor parallelism.
-        ways: how calls are computed, for each kind of layer; empty with tensor parallelism.
-    """
-
-    way: str
-    calls: tuple[tuple[int, Call], ...]
-    buffers: int
+    way: str  # how a call is computed, in words
+    calls: tuple[tuple[int, Call], ...]  # (number of layers, call) for each kind of layer
+    buffers: int  # bytes of a call's backward at its peak
     flags: str
-    more: Mapping[str, int] = field(default_factory=dict)
-    whole: bool = False
-    ways: tuple[AttentionStrategy, ...] = ()
+    more: Mapping[str, int] = field(default_factory=dict)  # values of ``Step`` in proportion to the tokens
+    whole: bool = False  # embedding, head and norms on every rank, as in tensor parallelism
+    ways: tuple[AttentionStrategy, ...] = ()  # for each kind of layer; empty with tensor parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The prediction for one strategy's step.
-
-    Attributes:
-        strategy: its name.
-        refused: why it can't run; all other fields are empty then.
-        way: how a call is computed, in words, for the layers with the widest window.
-        attention: seconds of attention with its exchange and its recomputation.
-        rest: seconds of everything else that a rank computes.
-        parameters: seconds of exchanging parameters and gradients that the matrix products don't hide.
-        exposed: the part of ``attention`` that is exchange not hidden by computation, in seconds.
-        sent: (within a node, between nodes) bytes that a rank sends in a step, mean over ranks. Keys:
-            ``attention``, ``parameters``.
-        memory: bytes by part, for each recompute policy; empty if no formula gives them.
-        remat: recompute policy of the step that the seconds are for.
-        fits: whether the step fits; None if its memory or the device's is unknown.
-        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. Of sequences
-            that ``--packing balanced`` joins, all have this length. If the request leaves ``remat`` open, the policy
-            that recomputes most is assumed.
-        steps: seconds of a step for each recompute policy that the strategy supports.
-        tokens_per_second: tokens per second and rank.
-        mfu: model FLOP utilisation; None if the peak is unknown, and in fp32.
-        flags: flags of ``burst train`` for this step.
-        standing: sizes of the two simulated worlds; None if all ranks were simulated.
-        ways: how calls are computed, for each kind of layer; empty with tensor parallelism.
-    """
+    """The prediction for one strategy's step."""
 
     strategy: str
-    refused: str = ""
-    way: str = ""
-    attention: float = 0.0
-    rest: float = 0.0
-    parameters: float = 0.0
-    exposed: float = 0.0
-    sent: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    remat: Remat = "none"
-    fits: bool | None = None
-    longest: int | None = None
-    steps: Mapping[str, float] = field(default_factory=dict)
-    tokens_per_second: float = 0.0
-    mfu: float | None = None
+    refused: str = ""  # why it can't run; all other fields are empty then
+    way: str = ""  # how a call of the widest layers is computed, in words
+    attention: float = 0.0  # seconds, with exchange and recomputation
+    rest: float = 0.0  # seconds of everything else that a rank computes
+    parameters: float = 0.0  # seconds of their exchange that matrix products don't hide
+    exposed: float = 0.0  # seconds of ``attention`` that are exchange, not hidden
+    sent: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # bytes (in, between nodes), mean over ranks
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # bytes by part, for each policy
+    remat: Remat = "none"  # of the step that the seconds are for
+    fits: bool | None = None  # None if its memory or the device's is unknown
+    longest: int | None = None  # tokens of the longest sequence that fits, at most recomputation if that is open
+    steps: Mapping[str, float] = field(default_factory=dict)  # seconds for each recompute policy
+    tokens_per_second: float = 0.0  # of a rank
+    mfu: float | None = None  # None without a peak, and in fp32
     flags: str = ""
-    standing: tuple[int, int] | None = None
-    ways: tuple[AttentionStrategy, ...] = ()
+    standing: tuple[int, int] | None = None  # sizes of the two simulated worlds, if not all ranks were
+    ways: tuple[AttentionStrategy, ...] = ()  # for each kind of layer
 
     @property
     def seconds(self) -> float:
@@ -116,10 +81,7 @@ def forecasts(request: ForecastRequest) -> list[Forecast]:
 
 
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
-    """Predict the strategy with each option that saves memory added to those before it: (flags, forecast).
-
-    Empty if the memory of the step or of the device is unknown.
-    """
+    """Predict the strategy with options that save memory, each added to those before: (flags, forecast)."""
     if request.limit is None or not request.model.predicted:
         return []
     heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.model.heads.kv_heads % n == 0)
@@ -140,10 +102,7 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
 
 
 def recommended(found: Sequence[Forecast], saving: Sequence[tuple[str, Forecast]] = ()) -> Forecast | None:
-    """Return the first strategy that fits, or may fit, within :data:`TIE` of the shortest step.
-
-    If none fits, return the first of ``saving`` that does; None if none of them does.
-    """
+    """Return the first strategy that may fit within TIE of the fastest; else the first of ``saving`` that fits."""
     shortest = fastest(found)
     if shortest is None:
         return next((each for _, each in saving if each.fits), None)
@@ -160,11 +119,7 @@ def _possible(found: Sequence[Forecast]) -> list[Forecast]:
 
 
 def forecast_of(name: str, request: ForecastRequest) -> Forecast:
-    """Predict a step of one strategy.
-
-    Raises:
-        ValueError: the strategy that was asked for can't be predicted. For others ``refused`` says why.
-    """
+    """Predict a step of one strategy. If it can't run: ValueError if it was asked for, else ``refused`` says why."""
     try:
         _check(name, request)
         step = PredictedStep(request, candidate(name, request))
@@ -325,8 +280,8 @@ class PredictedStep:
     def parameters(self) -> Exchange:
         """The exchange of parameters and gradients in a step.
 
-        Sharded weights are gathered for the forward and for the backward; those outside layers are gathered once.
-        Gradients are scattered in fp32. With tensor parallelism, only the gradients of whole weights are summed.
+        Sharded weights are gathered for the forward and for the backward, those outside layers once; gradients are
+        scattered in fp32. With tensor parallelism, only the gradients of whole weights are summed.
         """
         m, cluster, io = self.q.model, self.q.cluster, self.q.dtype.itemsize
         layers, root = m.layers_size, m.root_size
@@ -334,10 +289,7 @@ class PredictedStep:
         return gather(size, cluster.ranks, cluster.per_node, cluster.rates)
 
     def memory(self, remat: Remat, seq_len: int | None = None) -> Mapping[str, int]:
-        """Return bytes by part for a sequence length; empty if no formula gives them.
-
-        The attention's bytes are scaled in proportion to the length.
-        """
+        """Return bytes by part, the attention's in proportion to the length; empty if no formula gives them."""
         q, c = self.q, self.candidate
         longer = 1.0 if seq_len is None else seq_len / q.seq_len
         tokens = q.tokens if seq_len is None else replace(q, seq_len=seq_len).tokens

@@ -20,21 +20,13 @@ BANDWIDTH_EFFICIENCY = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device of one rank.
+    """The device of one rank; None: unknown."""
 
-    Attributes:
-        peak: FLOP/s of its matrix units in bf16, without sparsity; None if unknown.
-        memory: bytes; None if unknown.
-        bandwidth: bytes/s of its memory; None if unknown.
-        link: bytes/s of copies to host memory, one way. The default is what PCIe 5.0 x16 reaches.
-        disk: bytes/s of a rank's share of a local disk. The default is a fast NVMe disk.
-    """
-
-    peak: float | None = None
-    memory: float | None = None
-    bandwidth: float | None = None
-    link: float = 50e9
-    disk: float = 3e9
+    peak: float | None = None  # FLOP/s of its matrix units in bf16, without sparsity
+    memory: float | None = None  # bytes
+    bandwidth: float | None = None  # bytes/s of its memory
+    link: float = 50e9  # bytes/s to host memory, one way: what PCIe 5.0 x16 reaches
+    disk: float = 3e9  # bytes/s of a rank's share of a fast NVMe disk
 
 
 DEVICES: Mapping[str, Device] = {

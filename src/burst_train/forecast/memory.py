@@ -1,7 +1,6 @@
-"""Predict the memory of a training step by formula, for the families of ``burst_train.forecast.models.FORMULA``.
+"""Predict a training step's memory by formula, for the families ``FORMULA``. Tests compare it with real steps.
 
-Tests compare it with the tensors of real steps. ``io`` is the bytes per element of the compute dtype. A literal 4 is
-the size of an fp32 element.
+``io``: bytes per element of the compute dtype. A literal 4 is the size of an fp32 element.
 """
 
 from __future__ import annotations
@@ -23,41 +22,25 @@ CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One micro-step of a rank.
-
-    Attributes:
-        tokens: tokens per sequence on this rank.
-        world: number of ranks that share the weights.
-        io: bytes per element of the compute dtype.
-        buffers: bytes of an attention call's buffers (:func:`burst_train.forecast.buffers.buffers`).
-        accumulates: whether gradients of an earlier micro-step exist.
-        kept: bytes that a layer's attention saves in addition to q, k, v, out and lse.
-        attention_chunks: number of chunks of heads; each is an attention call.
-        offload: whether layer inputs are kept elsewhere. :data:`RESIDENT` of them are on the device at the same time.
-        low_bit: whether AdamW's moments take one byte each instead of four.
-        offloaded: whether weights, gradients and moments are in host memory, and so don't count.
-        results: bytes of attention results that ``keep-attention`` saves in addition to out and lse.
-        gathered: additional bytes at a layer's peak, for tokens gathered from other ranks.
-        whole: whether every rank holds embedding, head and norms whole, and the other weights are cut.
-    """
+    """One micro-step of a rank."""
 
     model: Model
-    tokens: int
+    tokens: int  # of a sequence on this rank
     batch: int
-    world: int
-    io: int
-    buffers: int
+    world: int  # ranks that share the weights
+    io: int  # bytes per element of the compute dtype
+    buffers: int  # bytes of an attention call's buffers
     remat: Remat = "none"
     mlp_chunks: int = 1
     attention_chunks: int = 1
-    offload: bool = False
-    low_bit: bool = False
-    offloaded: bool = False
-    accumulates: bool = False
-    kept: int = 0
-    results: int = 0
-    gathered: int = 0
-    whole: bool = False
+    offload: bool = False  # whether layer inputs are kept elsewhere, but for RESIDENT of them
+    low_bit: bool = False  # AdamW's moments take one byte each
+    offloaded: bool = False  # weights, gradients and moments are in host memory
+    accumulates: bool = False  # gradients of an earlier micro-step exist
+    kept: int = 0  # bytes that a layer's attention saves besides q, k, v, out and lse
+    results: int = 0  # bytes that ``keep-attention`` saves besides out and lse
+    gathered: int = 0  # bytes at a layer's peak for other ranks' tokens
+    whole: bool = False  # embedding, head and norms are whole on every rank, other weights cut
 
     def parts(self) -> Mapping[str, int]:
         """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
@@ -148,11 +131,7 @@ class Step:
         return Moment(self._kept(m.layers) + self.kept_by_root(), 0, loss)
 
     def _backward(self) -> Iterator[Moment]:
-        """Yield the moments of the backward at which memory may peak.
-
-        They are the backward of the last layer, while all layers hold activations; the backward of the first layer,
-        with the other layers' gradients; and the reductions of a layer's and of the root's gradients.
-        """
+        """Yield the backward's moments that may be its peak: in the last layer, the first, and the reductions."""
         m, last = self.model, self._kept(self.model.layers) + self.kept_by_root(in_layers=True)
         first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.io // (1 if m.tied else 2)
         each = sum(map(self._shard, m.layer))
@@ -218,17 +197,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes alive at one moment, without shards of weights and AdamW's moments.
-
-    Attributes:
-        weights_too: whether this is the optimizer's update, when no weight is gathered.
-    """
+    """Bytes alive at one moment, without shards of weights and AdamW's moments."""
 
     activations: int = 0
     attention: int = 0
     loss: int = 0
     gradients: int = 0
-    weights_too: bool = False
+    weights_too: bool = False  # the optimizer's update, when no weight is gathered
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -1,9 +1,8 @@
 """Sizes of any causal language model of transformers, read from the model without its weights.
 
-Linear layers, attention and recurrent layers are counted. A recurrent layer multiplies, per token and head, with a
-state [K, V]: 3 K V for delta rules (decay and erase, write, read), 2 K V for Mamba 2 and lightning attention, 3 for
-each number of the state in Mamba 1. Over several ranks a delta rule runs on values of width V + K. The chunked kernels
-multiply somewhat more. A convolution multiplies once for each weight.
+A recurrent layer multiplies, per token and head, with a state [K, V]: 3 K V for delta rules (decay and erase, write,
+read), 2 K V for Mamba 2 and lightning attention, 3 for each number of the state in Mamba 1. Over several ranks a delta
+rule runs on values of width V + K. Chunked kernels multiply somewhat more. A convolution multiplies once per weight.
 """
 
 from __future__ import annotations
@@ -37,29 +36,18 @@ _STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A causal language model.
-
-    Attributes:
-        heads: the attention's sizes and the model's widths.
-        layers: the number of decoder layers.
-        inside: the weights of all decoder layers.
-        outside: all other weights.
-        products: multiplications per token in the layers, without the attention itself.
-        head_products: multiplications per token in the head.
-        tied: whether embedding and head are one matrix.
-        reaches: what each attention sees, widest first.
-    """
+    """A causal language model."""
 
     name: str
     heads: Heads
     layers: int
     vocabulary: int
-    inside: tuple[Matrix, ...] = field(repr=False)
-    outside: tuple[Matrix, ...] = field(repr=False)
-    products: int
-    head_products: int
-    tied: bool
-    reaches: tuple[Reach, ...]
+    inside: tuple[Matrix, ...] = field(repr=False)  # weights of the decoder layers
+    outside: tuple[Matrix, ...] = field(repr=False)  # all other weights
+    products: int  # multiplications per token in the layers, without the attention itself
+    head_products: int  # multiplications per token in the head
+    tied: bool  # embedding and head are one matrix
+    reaches: tuple[Reach, ...]  # what each attention sees
 
     @classmethod
     def of(cls, config: Any, name: str) -> Model:
@@ -158,20 +146,15 @@ class Model:
     def elementwise_bytes(self, io: int) -> int:
         """Return the bytes that element-wise operations read and write per token in a layer's forward.
 
-        Counted in transformers' Llama, run by eager PyTorch. A norm computes in fp32: 4 ``io`` + 28 bytes per element.
-        The rotary embedding moves 10 ``io`` per element of q and k, a residual sum 3 ``io``, the gate 5 ``io``.
-        ``io``: bytes of an element of the activations.
+        Counted in transformers' Llama, run by eager PyTorch with ``io`` bytes per element. A norm computes in fp32: it
+        moves 4 io + 28 per element, the rotary embedding 10 io (of q and k), a residual sum 3 io, the gate 5 io.
         """
         norms, sums = 2 * (4 * io + 28) * self.hidden, 2 * 3 * io * self.hidden
         return norms + sums + 10 * io * (self.q_width + self.kv_width) + 5 * io * self.intermediate
 
 
 def model_of(name: str) -> Model:
-    """Return the model of a preset, a folder or a name on the hub.
-
-    Raises:
-        ValueError: no such model was found, ranks can't share it, or its work is not predicted.
-    """
+    """Return the model of a preset, a folder or a name on the hub; ValueError if its work is not predicted."""
     if name in PRESETS:
         return _preset(name)
     config = load_config(name)

@@ -44,36 +44,25 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRequest:
-    """The training step to predict.
-
-    Attributes:
-        strategy: as for ``burst train``; others are compared with it.
-        layout: the layout that the strategy has, if it is known.
-        groups: data-parallel groups of ranks; the ranks of a group share each sequence.
-        borders: token positions where packed documents begin and end; None for one document.
-        joined: sequences of a micro-step that became documents of the one sequence, by ``--packing balanced``; else 1.
-        accumulates: whether gradients of an earlier micro-step exist.
-        remat: recompute policy; None picks the one that recomputes least and fits.
-        mlp_chunks, attention_chunks, offload, optimizer, optimizer_offload: as for ``burst train``.
-    """
+    """The training step to predict; options are those of ``burst train``."""
 
     seq_len: int
     cluster: Cluster
     model: Model
-    groups: int = 1
+    groups: int = 1  # data-parallel; the ranks of a group share each sequence
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
-    borders: tuple[int, ...] | None = None
-    joined: int = 1
-    accumulates: bool = False
-    remat: Remat | None = None
+    borders: tuple[int, ...] | None = None  # token positions of packed documents; None: one document
+    joined: int = 1  # sequences that ``--packing balanced`` made one
+    accumulates: bool = False  # whether gradients of an earlier micro-step exist
+    remat: Remat | None = None  # None: the policy that recomputes least and fits
     mlp_chunks: int = 1
     attention_chunks: int = 1
     offload: str = "none"
     optimizer: str = "adamw"
     optimizer_offload: bool = False
     strategy: str = "auto"
-    layout: str = "auto"
+    layout: str = "auto"  # of the strategy, if known
 
     @property
     def sharing(self) -> int:
@@ -130,13 +119,11 @@ class ForecastRequest:
         return None if memory is None else USABLE * memory
 
     def rest_seconds(self, remat: Remat) -> float:
-        """Return the seconds of everything but attention and exchanges: matrix products, element-wise work, AdamW.
+        """Return the seconds of all but attention and exchanges on the rank with most tokens.
 
-        The rank with the most tokens counts. Recomputation adds one forward of the layers, and so do chunks of a
-        feed-forward layer for its products if the layer is not recomputed. In chunks of heads, q, k and v are
-        projected two more times. The head's logits are always recomputed. A backward's element-wise operations move
-        twice a forward's bytes. AdamW reads and writes 28 bytes for each parameter. If the bandwidth of the memory is
-        unknown, only the matrix products count.
+        Recomputation adds one forward of the layers. So do chunks of a feed-forward layer, for its products, if the
+        layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
+        always recomputed. A backward's element-wise operations move twice a forward's bytes, AdamW 28 per parameter.
         """
         cluster, model = self.cluster, self.model
         passes = 3 + (remat != "none")
@@ -166,10 +153,7 @@ class ForecastRequest:
         return float(self.batch * self.tokens * self.model.hidden * self.dtype.itemsize * self.model.layers)
 
     def copy_seconds(self, computing: float) -> float:
-        """Return the seconds of a step's copies that are not hidden by ``computing`` seconds in a forward or more.
-
-        A backward computes longer than a forward, so the forward decides.
-        """
+        """Return the seconds of a step's copies that a forward's ``computing`` seconds don't hide."""
         rate = self.cluster.device.disk if self.offload.startswith("disk:") else self.cluster.device.link
         return 2 * max(0.0, self.copied / rate - computing)
 

@@ -20,31 +20,16 @@ SPIKE, REMEMBERED, LEAST_REMEMBERED = 2.0, 50, 10
 
 
 class NonFiniteLocation(NamedTuple):
-    """One rank's first place with non-finite values.
+    """One rank's first place with non-finite values."""
 
-    Attributes:
-        order: sort key over all ranks; the smallest came first.
-        name: description of the place.
-        bad: number of non-finite values there on this rank.
-        size: number of values there on this rank.
-    """
-
-    order: tuple[int, int]
+    order: tuple[int, int]  # over all ranks; the smallest came first
     name: str
-    bad: int
-    size: int
+    bad: int  # non-finite values there on this rank
+    size: int  # values there on this rank
 
 
 class OutputWatch(ExitStack):
-    """A context in which the outputs of all submodules are checked for non-finite values.
-
-    Args:
-        model: the model whose submodules, at any depth, are watched.
-
-    Attributes:
-        first: this rank's first place with a non-finite value, if any.
-        order: submodules in the order they finished in the latest batch; the same on all ranks.
-    """
+    """A context that checks the outputs of all submodules of ``model`` for non-finite values."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -70,13 +55,7 @@ class OutputWatch(ExitStack):
 
 
 def first_gradient(model: nn.Module, order: Sequence[str]) -> NonFiniteLocation | None:
-    """Find the first non-finite gradient in this rank's shards, in backward order.
-
-    Gradients are summed over ranks, so the rank is the one that holds the value, not the one that produced it.
-
-    Args:
-        order: names of the model's submodules, in the order of the forward.
-    """
+    """Find the first non-finite gradient in this rank's shards, in the reverse of the modules' ``order``."""
     numbers = {name: number for number, name in enumerate(order)}
 
     def used(name: str) -> int:
@@ -122,10 +101,7 @@ def _count(tensors: Any) -> tuple[int, int]:
 
 
 class Spikes:
-    """Detects losses of at least :data:`SPIKE` times the median of the :data:`REMEMBERED` losses before.
-
-    The first :data:`LEAST_REMEMBERED` losses are not judged. Non-finite losses are ignored.
-    """
+    """Detects losses of at least SPIKE times the median of the REMEMBERED before, once there are LEAST_REMEMBERED."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=REMEMBERED)

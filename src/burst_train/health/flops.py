@@ -1,14 +1,8 @@
 """Floating-point operations of a training step, and their share of the device's peak (MFU).
 
-Per token: six operations for each parameter that multiplies it, two in the forward and four in the backward. These
-parameters are the matrices of linear layers. The head counts, tied or not; the embedding is a lookup and does not. A
-frozen matrix takes four, because its own gradient is not computed. Of a mixture's experts, only those that compute a
-token count. Routers are not counted.
-
-Attention, per head, layer and unmasked (query, key) pair: 6 x (head_dim + v_head_dim). That is one product for the
-score and one for the value, two operations per element of each in the forward and four in the backward.
-
-Recomputation, in a kernel or by ``--remat``, does not count: these are the model's operations, not the hardware's.
+Per token: six for each parameter of linear layers with the head, four if it is frozen. The embedding and routers do not
+count, nor experts that don't compute the token. Attention, per head, layer and unmasked (query, key) pair:
+6 x (head_dim + v_head_dim). Recomputation does not count: these are the model's operations, not the hardware's.
 """
 
 from __future__ import annotations
@@ -43,18 +37,11 @@ USED_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of one model.
+    """Floating-point operations of one model."""
 
-    Attributes:
-        per_token: operations of linear layers and experts per token; None: the model does not say how many experts
-            compute a token.
-        heads: head counts and dimensions.
-        windows: what each attention sees: a sliding window, a chunk, or None for everything before.
-    """
-
-    per_token: int | None
+    per_token: int | None  # None if the model does not say how many experts compute a token
     heads: Heads
-    windows: tuple[Reach, ...]
+    windows: tuple[Reach, ...]  # what each attention sees
 
     @classmethod
     def of(cls, model: nn.Module, heads: Heads, windows: Iterable[Reach], config: Any = None) -> ModelFlops:
@@ -102,11 +89,7 @@ def seen_pairs(length: int, window: Reach, cu_seqlens: Sequence[int] | None) -> 
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, tflops: float | None) -> float | None:
-    """Return the peak operations per second of one rank's device; None if it is unknown.
-
-    Args:
-        tflops: value of ``--peak-tflops``; None looks up the device's name.
-    """
+    """Return the peak operations per second of one rank's device: ``tflops``, else by its name; None if unknown."""
     if tflops is not None:
         return tflops * 1e12
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):

@@ -27,14 +27,9 @@ class Where(NamedTuple):
 
 
 class StepWatch:
-    """Watches the steps of one rank. A background thread reports a step that takes too long.
+    """Watches one rank's steps. A thread reports one that takes longer than ``timeout`` seconds (None: no watch).
 
     Ranks exchange reports through the job's store, because they may be stuck in a collective.
-
-    Args:
-        timeout: maximum seconds per step; None: no watch.
-        tell: called with lines of text.
-        store: a torch store of the job; None: the default process group's.
     """
 
     def __init__(

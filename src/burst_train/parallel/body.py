@@ -25,11 +25,7 @@ def build_empty(config: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return the decoder layers of a causal language model.
-
-    Raises:
-        ValueError: it has none, or has several lists of layers.
-    """
+    """Return a causal language model's decoder layers; ValueError if it has none, several lists, or images."""
     if vision.language_model_of(model) is not None:
         raise ValueError(
             f"{type(model).__name__} has an image encoder, and --data holds text only; train it by hf.parallelize and "
@@ -62,10 +58,7 @@ def sharded_layers(model: Any) -> list[nn.Module]:
 
 
 def attention_reaches(model: Any) -> list[Reach]:
-    """Return what each attention of a model sees, in the order of its layers: a window, a chunk, or None for all.
-
-    Layers without attention, such as recurrent ones, don't count.
-    """
+    """Return what each attention of a model sees, by layer: a window, a chunk, or None for all."""
     layers = decoder_layers(model)
     reaches = hf.layer_windows(model.config.get_text_config(decoder=True))
     if len(reaches) != len(layers):

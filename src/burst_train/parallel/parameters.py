@@ -13,16 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 
 def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
-    """Apply FSDP2 in place, with one parameter group per layer of ``wrapper.model``.
+    """Apply FSDP2 in place, one parameter group per layer of ``wrapper.model``. Gradients are *sums* over ranks.
 
-    Gradients are *sums* over ranks.
-
-    Args:
-        wrapper: the root of FSDP2, because its forward uses the head's weight.
-        mesh: a mesh of one axis.
-        dtype: dtype of the computation.
-        offload: whether shards and their gradients stay in host memory and each use fetches them. This was never run
-            on a GPU.
+    The root is ``wrapper``, because its forward uses the head's weight. ``offload`` was never run on a GPU.
     """
     from .body import sharded_layers  # imports transformers
 
@@ -42,10 +35,7 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *
 
 
 class SumByRank:
-    """A reduce-scatter for FSDP2: an all-to-all, then a sum in rank order, bitwise equal in every run.
-
-    It is for gloo, whose own reduce-scatter is a whole all-reduce and sends twice the bytes.
-    """
+    """A reduce-scatter for FSDP2 over gloo, whose own is an all-reduce: an all-to-all, then a sum in rank order."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer for FSDP2."""

@@ -17,14 +17,9 @@ WINDOW_ROWS = 1024
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` for each document.
+    """Compute ``scaled_dot_product_attention`` for each document: q [B, Hq, S, D], k and v [B, Hkv, S, D].
 
-    Args:
-        q: queries [B, Hq, S, D].
-        k, v: keys and values [B, Hkv, S, D].
-
-    Raises:
-        ValueError: ``plan`` has several ranks, or a mask of blocks.
+    ValueError: ``plan`` has several ranks, or a mask of blocks.
     """
     if plan.world > 1:
         raise ValueError(f"plan shards the sequence over {plan.world} ranks; whole_attention needs a plan of one rank")
@@ -49,10 +44,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
 
 
 def _calls(mask: Mask, seqlen: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the calls that together cover the mask: (rows, columns, mask).
-
-    The mask is bool [rows, columns], or None if ``is_causal`` describes it.
-    """
+    """Yield the calls that cover the mask: (rows, columns, bool [rows, columns] or None for ``is_causal``)."""
     for start, stop in itertools.pairwise(mask.cu_seqlens or (0, seqlen)):
         window = mask.window
         if window is None or window >= stop - start:

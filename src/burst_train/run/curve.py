@@ -10,10 +10,7 @@ WIDTH = 0.05  # averaging width, as a share of the run
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Return an exponential moving average over :data:`WIDTH` of the run; empty for short runs.
-
-    Non-finite losses are skipped.
-    """
+    """Return an exponential moving average over WIDTH of the run without non-finite losses; empty for short runs."""
     if len(losses) * WIDTH < 2:
         return []
     kept = 1 - 1 / (len(losses) * WIDTH)
@@ -29,13 +26,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 def draw_losses(
     losses: Mapping[int, float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
 ) -> None:
-    """Draw a PNG of every step's loss and their moving average.
-
-    Args:
-        losses: by step; those of a resumed run may begin later.
-        held_out: final held-out loss, drawn as a horizontal line; None: not measured.
-        measured: held-out losses during the run, by step.
-    """
+    """Draw a PNG of losses by step with their moving average, the final held-out loss, and those during the run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

@@ -15,13 +15,7 @@ DEADLINE = 255  # code for the deadline; signal numbers are smaller
 
 
 class InterruptedRunError(Exception):
-    """A run ended before its last step because it was asked to.
-
-    Attributes:
-        reason: source of the request: ``SIGTERM``, ``Ctrl-C`` or ``--deadline``.
-        step: the last finished step.
-        saved: the checkpoint after it; None if it could not be written.
-    """
+    """A run ended at ``reason``'s request after ``step``; ``saved``: its checkpoint, None if that failed."""
 
     def __init__(self, reason: str, step: int, saved: Path | None) -> None:
         super().__init__(reason, step, saved)
@@ -38,12 +32,7 @@ class InterruptedRunError(Exception):
 
 
 class StopRequests:
-    """Requests to stop this process, by signals or by its clock.
-
-    Args:
-        deadline: seconds from now until the run must have ended; None: no limit.
-        clock: monotonic clock in seconds.
-    """
+    """Requests to stop this process, by signals or once ``deadline`` seconds from now are nearly over."""
 
     def __init__(self, deadline: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._signal = clock, 0
@@ -56,10 +45,7 @@ class StopRequests:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
-        """Note SIGTERM, SIGINT and a launcher's Ctrl-C instead of ending the process; handlers set by others stay.
-
-        Python sets signal handlers only in the main thread; in other threads this does nothing.
-        """
+        """Note SIGTERM, SIGINT and a launcher's Ctrl-C instead of ending; others' handlers stay. Main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

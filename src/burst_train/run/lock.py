@@ -1,8 +1,7 @@
 """The marker in a run's folder: which files the run wrote, and which process holds the folder.
 
-The marker is JSON: ``{"format": 1, "by": "burst train", "process": 123, "host": "...", "wrote": [...]}``. ``wrote``
-lists files relative to the folder. A name with a slash at the end is a folder that the run owns entirely. Files that
-are not listed are never removed or overwritten. The writer holds a lock on the marker, which ends with its process.
+It is JSON. ``wrote`` lists files relative to the folder; a slash at the end marks a folder that the run owns entirely.
+Other files are never removed or overwritten. The writer holds a lock on the marker, which ends with its process.
 """
 
 from __future__ import annotations
@@ -106,18 +105,10 @@ def read_marker(folder: Path) -> Marker:
 
 @contextmanager
 def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: str = HELD) -> Iterator[RunFolderLock]:
-    """Hold ``out`` for this process; other processes can't write there meanwhile.
+    """Hold ``out`` for this process and its command, ``by``; ValueError if that is not possible.
 
-    A missing folder is created, and removed again if nothing is written. Other files are not touched.
-
-    Args:
-        by: the command, for the marker.
-        overwrite: allow replacing an earlier run, which :meth:`RunFolderLock.remove_old` does, not this function.
-        writes: patterns of files to be written, relative to the folder; files not written by a run must not match.
-        held: error text, with remedy, for a folder that holds an earlier run.
-
-    Raises:
-        ValueError: ``out`` can't be written to, another process holds it, it holds a run, or it holds other files.
+    A missing folder is created, and removed again if nothing is written. Files that match ``writes`` must be a run's.
+    An earlier run raises ``held``, or with ``overwrite`` stays until :meth:`RunFolderLock.remove_old`.
     """
     folder = Path(out)
     try:
@@ -141,11 +132,7 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: 
 
 
 def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
-    """Raise ValueError if an input is inside the output folder, with links resolved.
-
-    Args:
-        inputs: value of each flag: a path, or another name, which must not exist as a file.
-    """
+    """Raise ValueError if an input, by flag, is a path inside the output folder, with links resolved."""
     folder = Path(out).resolve()
     for flag, given in inputs.items():
         path = Path(given).expanduser() if given else None

@@ -32,62 +32,28 @@ WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step. None: unknown, or not measured."""
 
-    Attributes:
-        step: number of the step, from 1.
-        loss: mean over the valid tokens of all groups and micro-steps, before the update.
-        lr: learning rate of the update.
-        grad_norm: global norm of the gradient, before clipping.
-        tokens_per_second: rate over all groups.
-        seconds: duration of this step.
-        tokens: tokens read since the start of the run, over all groups.
-        bytes_sent: bytes that rank 0's attention sent in this step; None for strategies that use uncounted collectives.
-        bytes_predicted: the plans' prediction of ``bytes_sent``.
-        held_out_loss: held-out loss after the update; None if ``--eval-every`` skips this step.
-        flops: the model's own operations in this step, over all ranks (:mod:`.flops`); None if unknown.
-        mfu: their share of the peak of all ranks' devices; None if one of the two is unknown.
-        exchange_seconds: seconds that rank 0 waited in attention exchanges and in the agreements before them; None
-            for strategies that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.
-        left_out: why the update was left out; None if it was applied.
-        spike: loss as a multiple of the running median, if it stands out (:mod:`.finite`).
-    """
-
-    step: int
-    loss: float
+    step: int  # from 1
+    loss: float  # mean over the valid tokens of all groups and micro-steps, before the update
     lr: float
-    grad_norm: float
-    tokens_per_second: float
+    grad_norm: float  # global, before clipping
+    tokens_per_second: float  # over all groups
     seconds: float
-    tokens: int
-    bytes_sent: int | None
-    bytes_predicted: int
-    held_out_loss: float | None = None
-    flops: int | None = 0
-    mfu: float | None = None
-    exchange_seconds: float | None = None
-    left_out: str | None = None
-    spike: float | None = None
+    tokens: int  # since the start of the run, over all groups
+    bytes_sent: int | None  # by rank 0's attention; None for uncounted collectives
+    bytes_predicted: int  # by the plans
+    held_out_loss: float | None = None  # after the update
+    flops: int | None = 0  # the model's own, over all ranks
+    mfu: float | None = None  # their share of all devices' peak
+    exchange_seconds: float | None = None  # rank 0's waits in exchanges and agreements; on CUDA the host's only
+    left_out: str | None = None  # why the update was left out
+    spike: float | None = None  # loss as a multiple of the running median, if it stands out
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run. Lists are by rank.
-
-    Per-step figures cover only the steps since the last start; they are empty (None) if it had no steps, as when a run
-    resumes after its last step.
-
-    Attributes:
-        held_out_loss: final held-out loss; None without evaluation.
-        bytes_sent: mean bytes per step that a rank's attention sent.
-        bytes_predicted: the plans' prediction of ``bytes_sent``.
-        best_step: step of the best checkpoint, kept by ``--eval-every``.
-        best_held_out_loss: held-out loss of that checkpoint.
-        exchange_seconds: mean seconds per step that a rank waited.
-        left_out: steps that ``--on-nan skip`` left out.
-        missing_checkpoints: steps whose failed save no later save replaced.
-        spikes: multiples of the running median, by step.
-    """
+    """A finished run. Lists are by rank; per-step figures cover the steps since the last start, None without any."""
 
     steps: int
     first_loss: float
@@ -97,15 +63,15 @@ class Summary:
     tokens_per_second: float | None
     skipped_files: int
     peak_memory: list[int]
-    bytes_sent: list[float | None]
-    bytes_predicted: list[float | None]
-    best_step: int | None = None
+    bytes_sent: list[float | None]  # by a rank's attention, mean per step
+    bytes_predicted: list[float | None]  # by the plans
+    best_step: int | None = None  # of the best checkpoint
     best_held_out_loss: float | None = None
     mfu: float | None = None
-    exchange_seconds: list[float | None] = field(default_factory=list)
-    left_out: list[int] = field(default_factory=list)
-    missing_checkpoints: list[int] = field(default_factory=list)
-    spikes: dict[int, float] = field(default_factory=dict)
+    exchange_seconds: list[float | None] = field(default_factory=list)  # mean per step that a rank waited
+    left_out: list[int] = field(default_factory=list)  # steps, by ``--on-nan skip``
+    missing_checkpoints: list[int] = field(default_factory=list)  # steps whose failed save no later one replaced
+    spikes: dict[int, float] = field(default_factory=dict)  # multiples of the running median, by step
 
     @property
     def perplexity(self) -> float | None:
@@ -149,10 +115,7 @@ def claim_run(config: TrainConfig) -> AbstractContextManager[RunFolderLock]:
 
 
 def check_unfinished(config: TrainConfig) -> None:
-    """Raise ValueError if ``--resume`` names a finished run and no steps remain.
-
-    A start without steps could not repeat the measurements in the run's summary.
-    """
+    """Raise ValueError if ``--resume`` names a finished run and no steps remain, which could measure nothing."""
     out, resumed = Path(config.run.out), config.run.resume
     steps = finished_steps(out)
     if steps is None or resumed is None or not goes_on_in(config):
@@ -183,10 +146,7 @@ def goes_on_in(config: TrainConfig) -> bool:
 
 
 def without_auto(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """Resolve ``--resume auto`` for the folder; return the configuration and a note, empty without ``auto``.
-
-    A run that ended before its first checkpoint is started again in its place. A finished run needs ``--overwrite``.
-    """
+    """Resolve ``--resume auto`` for the folder; return the configuration and a note, empty without ``auto``."""
     if config.run.resume != AUTO:
         return config, ""
     out = Path(config.run.out)
@@ -215,10 +175,9 @@ def how_to_go_on(config: TrainConfig) -> str:
 
 
 class RunFolder:
-    """A Reporter that writes each event to a claimed folder.
+    """A Reporter that writes each event to a claimed folder, without the files of earlier runs.
 
-    It first removes the files of earlier runs there; other files stay. A full disk does not end the training: ``tell``
-    gets the cause once, and metrics wait in memory until there is space.
+    A full disk does not end the training: ``tell`` gets the cause once, and metrics wait in memory for space.
     """
 
     tell: Callable[[str], None]

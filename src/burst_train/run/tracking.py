@@ -28,14 +28,7 @@ def _at_last(text: str) -> None:
 
 
 class Tracking:
-    """A Reporter to Weights & Biases, with its files in the run's folder. Its failures do not end the run.
-
-    A resumed run keeps its W&B id. ``WANDB_MODE=offline`` and wandb's other variables work.
-
-    Args:
-        project: value of ``--wandb``.
-        tell: called with the run's address, or with the error.
-    """
+    """A Reporter to Weights & Biases, with its files in the run's folder; ``tell`` gets its address, or its failure."""
 
     def __init__(self, project: str, tell: Callable[[str], None]) -> None:
         self._project, self._tell, self._run = project, tell, None

@@ -15,15 +15,7 @@ COMPILED = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a 
 
 
 def keep_less(body: nn.Module, memory: MemoryConfig, agreement: Agreement, *, store: Store | None = None) -> None:
-    """Apply ``memory`` to a transformers model without its head, in place. Call it before FSDP2 shards the layers.
-
-    Args:
-        agreement: of the ranks that share sequences: all refuse what one can't do.
-        store: keeps the layers' inputs in place of the one that ``--offload`` names.
-
-    Raises:
-        ValueError: the layers can't be split, or ``--offload`` names a folder that can't be used. On every rank.
-    """
+    """Apply ``memory`` to a model without its head, before FSDP2; ValueError on every rank if one can't."""
     with agreement.entering("the model"):
         hf.Memory(
             recompute=memory.remat,

@@ -35,17 +35,9 @@ def token_losses(
     context: RankContext,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the loss of every token. All ranks must call it and exhaust it; groups of ranks share the sequences.
+    """Yield (index, fp32 or fp64 [S] in global order on the CPU, 0 without a target), each sequence on one rank.
 
-    Args:
-        sequences: all sequences, with ``plan.seqlen`` tokens each.
-        plan: the plan of this rank's group, from the model's strategy.
-        windows: the layers' windows, from :func:`~burst_train.parallel.body.windows_of`.
-        progress: called with the number of finished sequences.
-
-    Yields:
-        (index, losses): losses are fp32 or fp64 [S] on the CPU in global order, 0 where there is no target. Each
-        sequence is yielded on exactly one rank.
+    All ranks must exhaust it; groups of ranks share the sequences of ``plan.seqlen`` tokens each.
     """
     groups = context.world // plan.world
     for start in range(0, len(sequences), groups):
@@ -85,21 +77,10 @@ def evaluate(
     report: Callable[[StrategyResult], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[StrategyResult]:
-    """Evaluate every strategy. Every rank of the job must call it with the same ``config``.
+    """Evaluate every strategy, on every rank of the job; return the results in the order of ``config.strategies``.
 
-    It uses torchrun's environment variables, or the existing process group.
-
-    Args:
-        report: called on rank 0 with the result of each strategy that ran, as soon as it is known.
-        progress: called on rank 0 with a strategy's name, the number of finished sequences, and their total.
-
-    Returns:
-        One result for each of ``config.strategies``, in that order, the same on every rank.
-
-    Raises:
-        ValueError: a setting is invalid; names the flag.
-        DisagreementError: the ranks read different sequences.
-        FloatingPointError: a loss is non-finite.
+    Rank 0 calls ``report`` with each result and ``progress`` with (strategy, finished sequences, all).
+    ValueError names a wrong flag; DisagreementError: the ranks read different sequences; FloatingPointError: a loss.
     """
     config.check()
     with join(device=config.device, timeout=config.timeout) as context:

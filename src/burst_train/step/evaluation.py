@@ -112,27 +112,16 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """Result of one strategy over all sequences. A refused one has no figures (None).
-
-    Attributes:
-        strategy: its name.
-        refused: why it can't run with this model, length and number of ranks.
-        loss: mean negative log-likelihood in nats over ``tokens``.
-        tokens: number of tokens with a target: all but the last of each document, over all sequences.
-        sequences: number of sequences.
-        seconds: wall time of the forward passes over all sequences on the slowest rank, without loading.
-        reference: the strategy it is compared with, possibly itself.
-        greatest_difference: largest absolute difference in log-likelihood from the reference over all tokens, in nats.
-    """
+    """Result of one strategy over all sequences. A refused one has no figures (None)."""
 
     strategy: str
-    refused: str | None = None
-    loss: float | None = None
-    tokens: int | None = None
+    refused: str | None = None  # why it can't run with this model, length and number of ranks
+    loss: float | None = None  # mean negative log-likelihood in nats
+    tokens: int | None = None  # with a target, over all sequences
     sequences: int | None = None
-    seconds: float | None = None
-    reference: str | None = None
-    greatest_difference: float | None = None
+    seconds: float | None = None  # of the forwards on the slowest rank
+    reference: str | None = None  # the strategy it is compared with
+    greatest_difference: float | None = None  # of a token's log-likelihood from the reference's, in nats
 
     @property
     def perplexity(self) -> float | None:
@@ -142,14 +131,9 @@ class StrategyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Everything that ``--json`` writes.
+    """Everything that ``--json`` writes."""
 
-    Attributes:
-        setting: the flags by name, with the resolved values of ranks, device and dtype.
-        results: one per strategy, in the order of ``--strategies``. In JSON each has its ``perplexity`` too.
-    """
-
-    setting: dict[str, Any]
+    setting: dict[str, Any]  # the flags, with the resolved ranks, device and dtype
     results: list[StrategyResult]
 
     @classmethod

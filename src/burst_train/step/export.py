@@ -38,14 +38,9 @@ def save_model(
     lora: int | None = None,
     source: str = "",
 ) -> None:
-    """Save the model for ``AutoModelForCausalLM.from_pretrained(folder)``. Every rank must call it; rank 0 writes.
+    """Save the model for ``AutoModelForCausalLM`` in ``dtype`` (None: as trained); every rank must call it.
 
-    The attention implementation is not saved, so the reader's default applies.
-
-    Args:
-        dtype: dtype of the saved weights; None: as trained, fp32 (fp64).
-        lora: the rank of the adapters, which are merged, and also saved alone; None: without adapters.
-        source: the folder or hub name of the model that adapters were trained for.
+    ``lora``: the rank of adapters, which are merged, and saved alone as adapters of the model ``source``.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered: dict[str, Any] = dict(get_model_state_dict(wrapper, options=options))
@@ -71,25 +66,14 @@ def _load(model: Any, weights: dict[str, Tensor], source: object) -> None:
 
 
 def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | None:
-    """Return the dtype that ``--save-dtype`` asks for; None keeps the training dtype.
-
-    ``auto`` is the dtype of the model's folder if that has 16 bits.
-    """
+    """Return the dtype of ``--save-dtype``; ``auto`` is a loaded model's if it has 16 bits. None: as trained."""
     if asked != "auto":
         return getattr(torch, asked)
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def export(source: Path, folder: Path) -> None:
-    """Write a checkpoint's model to a new folder, in this process only.
-
-    Args:
-        source: the checkpoint's folder; every file is checked against the manifest.
-        folder: target that ``AutoModelForCausalLM.from_pretrained`` can load. It must be new or empty.
-
-    Raises:
-        ValueError: the checkpoint is damaged, its tokenizer can't be found, or the folder holds files.
-    """
+    """Write a checkpoint's model to a new or empty folder, in this process only; ValueError says what is wrong."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"DIR {str(folder)!r} already exists and is not empty; choose another folder")
     state = files.check(source)

@@ -24,20 +24,10 @@ from .trainer import Trainer as Trainer
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
-    """Train, evaluate and save. Every rank of the job must call it with the same ``config``.
+    """Train, evaluate and save, on every rank of the job with the same ``config``; return the same summary on all.
 
-    Args:
-        reporters: reporters on rank 0 in addition to the run's folder; ignored on other ranks.
-        held: whether the caller holds the run's folder, from :func:`burst_train.run.metrics.claim_run`.
-
-    Returns:
-        The same summary on every rank.
-
-    Raises:
-        ValueError: a setting is invalid, or the run's folder can't be written to; names the flag.
-        FloatingPointError: a loss or gradient is non-finite and ``--on-nan`` stops the run; the same on all ranks.
-        SaveError: the trained model could not be written; the same on all ranks.
-        InterruptedRunError: a rank was asked to stop before the last step; the run's state was saved if possible.
+    ``held``: the caller holds the run's folder. ValueError names a wrong flag; FloatingPointError: non-finite values;
+    SaveError: the model could not be written; InterruptedRunError: a rank was asked to stop.
     """
     config.check()
     config, chosen = without_auto(config)

@@ -33,11 +33,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 def with_adapters(model: Any, weights: dict[str, Tensor], rank: int) -> Any:
-    """Return a PEFT model whose weights are replaced by ``weights``, under their names in :func:`add_adapters`'s model.
-
-    Raises:
-        ValueError: ``weights`` lacks an adapter of this model, or has another model's.
-    """
+    """Return a PEFT model whose weights are those of :func:`add_adapters`'s model; ValueError if they don't match."""
     from peft import get_peft_model
 
     adapted: Any = get_peft_model(model, _config_of(model, rank))
@@ -50,11 +46,7 @@ def with_adapters(model: Any, weights: dict[str, Tensor], rank: int) -> Any:
 
 
 def merge(adapted: Any, folder: Path, source: str) -> Any:
-    """Write the adapters of a PEFT model to ``folder`` / :data:`ADAPTER`; return the plain model with them merged.
-
-    Args:
-        source: the folder or hub name of the model that was trained.
-    """
+    """Write a PEFT model's adapters to ``folder``, for ``source``; return the plain model with them merged."""
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = source
     adapted.save_pretrained(folder / ADAPTER, save_embedding_layers=False)

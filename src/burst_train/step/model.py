@@ -48,17 +48,9 @@ def model_config(
     max_positions: int | None = None,
     named: str | None = None,
 ) -> PreTrainedConfig:
-    """Return the configuration of the model that ``--model`` names.
+    """Return the configuration of the model that ``--model`` names; ValueError if tokenizer or positions don't fit.
 
-    Args:
-        training: False allows dropout, which evaluation turns off.
-        loaded: the result of :func:`load_config`, if it was already called.
-        max_positions: value of ``--max-positions``.
-        named: the tokenizer named by ``--tokenizer``; None: the model's own.
-
-    Raises:
-        ValueError: as in :func:`load_config`; or the tokenizer does not fit the model's vocabulary; or training
-            sequences have more tokens than the model has positions.
+    ``loaded``: from :func:`load_config`, if it was called. ``named``: the value of ``--tokenizer``.
     """
     if max_positions is not None and max_positions < seq_len:
         raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to at least that")
@@ -107,16 +99,9 @@ def quieten_transformers() -> None:
 
 
 def load_config(model: str, *, training: bool = True, layout: str = "auto") -> PreTrainedConfig:
-    """Load the configuration of a model in a folder or on the hub.
+    """Load the configuration of a model in a folder or on the hub; ValueError if ranks can't train it.
 
-    Args:
-        training: False allows dropout, which evaluation turns off.
-        layout: the layout of the tokens, as in ``Strategy``.
-
-    Raises:
-        ValueError: it can't be loaded; or ranks can't share the model
-            (:func:`burst_attention.integrations.hf.check_config`); or it has dropout; or FSDP2 can't shard it; or its
-            router adds a loss.
+    ``training`` False allows dropout, which evaluation turns off. ``layout``: of the tokens, as in ``Strategy``.
     """
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         raise ValueError(f"--model {model!r}: there is no such folder")
@@ -174,10 +159,7 @@ def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[s
 
 
 class NextTokenModel(nn.Module):
-    """A causal language model whose forward is its loss.
-
-    This keeps the use of the head's weight inside the FSDP root's forward.
-    """
+    """A causal language model whose forward is its loss, so that the head's weight is used inside FSDP's root."""
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__()
@@ -193,10 +175,7 @@ class NextTokenModel(nn.Module):
         *,
         per_token: bool = False,
     ) -> torch.Tensor:
-        """Return the loss of :func:`burst_attention.loss.next_token_loss` for a shard from the strategy's ``shard``.
-
-        ``per_token`` returns each token's loss instead, [B, S_local]: :func:`burst_attention.loss.next_token_nll`.
-        """
+        """Return the mean loss of a shard over ``num_valid`` tokens, or the losses ``per_token`` [B, S_local]."""
         hidden, head = self.parallelism.hidden(self.model, shard, plans), self._head()
         plan, labels = Plans.of(plans).one, shard["shift_labels"]
         if per_token:
@@ -228,20 +207,8 @@ def build_model(
 ) -> NextTokenModel:
     """Build the model and shard its parameters. Weights do not depend on the strategy or the number of ranks.
 
-    Only rank 0 creates or loads the weights, so a machine holds them once. It sends the other ranks their shards.
-
-    Args:
-        name: preset, folder or hub name.
-        config: from :func:`model_config`.
-        dtype: dtype of the computation. Weights and gradient sums are fp32, or fp64 if it is fp64.
-        mesh: (data, context) over all ranks.
-        everyone: the same ranks as a one-dimensional mesh.
-        seed: seed of a preset's initial weights.
-        memory: memory-saving options; None: none are used.
-        lora: the rank of adapters, the only weights that are trained; None: all weights are trained.
-
-    Raises:
-        ValueError: a loaded model lacks weights.
+    Only rank 0 creates or loads the weights, and sends the others their shards. ``dtype``: of the computation; weights
+    and gradient sums are fp32, or fp64 if it is. ``mesh``: (data, context); ``everyone``: its ranks as one axis.
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32

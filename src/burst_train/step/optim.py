@@ -30,11 +30,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay.
-
-    Raises:
-        ValueError: as in :func:`check_optimizer`.
-    """
+    """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay."""
     optim = config.optim
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -54,10 +50,7 @@ def _adamw_8bit(config: TrainConfig) -> Any:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """Return a schedule: linear warm-up to ``lr``, then what ``--schedule`` names, down to ``min_lr * lr``.
-
-    The rate reaches its minimum at ``decay_steps`` and stays there, also if ``--steps`` is raised later.
-    """
+    """Return linear warm-up to ``lr``, then ``--schedule`` down to ``min_lr * lr`` at ``decay_steps``."""
     optim, last = config.optim, config.decay_steps
     begin = optim.warmup
     if optim.schedule == "warmup-stable-decay":
@@ -76,10 +69,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:
-    """Clip gradients to a global norm of at most ``largest`` (0: don't clip); return the norm before clipping.
-
-    A non-finite norm scales nothing: scaling would hide which gradient caused it.
-    """
+    """Clip gradients to a global norm of ``largest`` (0: don't); return the norm before, if not finite unclipped."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

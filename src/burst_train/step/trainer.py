@@ -160,14 +160,7 @@ class Trainer(Run):
         return self.config.sequences_per_step * self.config.data.seq_len
 
     def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
-        """Accumulate the gradient of the mean loss over one step's sequences.
-
-        Args:
-            sequences: the sequences of all groups and micro-steps.
-
-        Returns:
-            The mean loss, and the bytes that this rank's plans predict for its attention.
-        """
+        """Accumulate the gradient of the mean loss over a step's sequences; return the loss and the bytes predicted."""
         self.watch.enter("forward")
         self._agree_on(sequences)
         # Every rank reads all sequences, so every rank knows this without communication.
@@ -197,11 +190,7 @@ class Trainer(Run):
         self.schedule.step()
 
     def _why_left_out(self, step: int, loss: float, norm: float, sequences: list[TokenSequence]) -> str | None:
-        """Return why this step is left out, or None. All ranks agree because loss and norm are global.
-
-        Raises:
-            FloatingPointError: loss or norm is non-finite, and ``--on-nan`` is stop or too many steps in a row failed.
-        """
+        """Return why this step is left out, the same on all ranks; FloatingPointError if ``--on-nan`` says so."""
         if math.isfinite(loss) and math.isfinite(norm):
             self._left_out = 0
             return None
@@ -226,10 +215,7 @@ class Trainer(Run):
         return name_first(outputs) or name_first(gradients)
 
     def _reshard(self) -> None:
-        """Reshard parameters after a forward without a backward.
-
-        FSDP's root would keep them gathered until a backward, but checkpoints save shards.
-        """
+        """Reshard parameters after a forward alone: FSDP's root keeps them whole, but checkpoints save shards."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
