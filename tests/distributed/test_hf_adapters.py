@@ -35,7 +35,8 @@ def reference(model, batch):
     """Return (loss, gradients) of the adapted stock model on one device, in fp64."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
     logits = model(**inputs, use_cache=False).logits
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    prompt = logits.shape[1] - batch["labels"].shape[1]  # virtual tokens
+    labels = torch.nn.functional.pad(batch["labels"], (prompt, 1), value=-100)[:, 1:]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     return loss.item(), gradients(model, loss)
 

@@ -398,7 +398,6 @@ BEHIND[0, -2:] = 0
             "pass position_ids that restart",
         ),
         ("llama", "plain", {"past_key_values": 1}, "all", "a cache holds whole sequences"),
-        ("llama", "plain", {"inputs_embeds": torch.zeros(2, 3)}, "one", "embeddings computed outside"),
         ("mixtral", "plain", {"output_router_logits": False}, "one", "output_router_logits"),
         ("mixtral", "plain", {"attention_mask": BEHIND, "labels": None}, "one", "labels are missing"),
         (

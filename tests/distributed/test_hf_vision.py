@@ -119,6 +119,10 @@ def refused(what):
         batch["pixel_values"][0] += dist.get_rank()
     elif what.endswith("random values"):
         model.model.visual.blocks[0].add_module("more", torch.nn.Dropout(0.1))
+    elif what.startswith("inputs_embeds"):
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    elif what.startswith("output_hidden_states"):
+        batch["output_hidden_states"] = True
     hf.parallelize(model, timeout=60)
     if what.startswith("extra="):
         extra = hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)}))
@@ -135,6 +139,8 @@ def refused(what):
         "extra=Tensor [1] of the language model: how to cut it is unknown",
         "more (Dropout) has p=0.1, so it draws random values",
         "pixel_values",
+        "inputs_embeds are refused: a vision-language model merges images",
+        "output_hidden_states is refused: the shards of Qwen2_5_VLForConditionalGeneration",
     ],
 )
 def test_what_cannot_be_cut_is_refused(pools, message):

@@ -11,7 +11,7 @@ from torch import nn
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 SQUARE = ["q_proj", "o_proj"]
-PROMPT = r"inputs_embeds=|past_key_values=|position_ids"  # prompts are made outside of the model, as embeddings
+PREFIX = r"past_key_values=|position_ids"
 
 # By the type of each tuner: what its configuration takes, and None if it must equal one process, else the refusal.
 TUNERS = {
@@ -24,10 +24,10 @@ TUNERS = {
     "BEFT": ({"target_modules": LINEARS}, None),
     "BOFT": ({"boft_block_size": 4, "target_modules": LINEARS}, None),
     "C3A": ({"block_size": 8, "target_modules": LINEARS}, None),
-    "CARTRIDGE": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, PROMPT),
+    "CARTRIDGE": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, PREFIX),
     "CPT": (
         {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2], "task_type": "CAUSAL_LM"},
-        PROMPT,
+        r"model is tuned by PEFT's CPT",
     ),
     "DEFT": ({"r": 4, "target_modules": LINEARS}, None),
     "DELORA": ({"r": 4, "target_modules": LINEARS}, None),
@@ -49,17 +49,17 @@ TUNERS = {
     "MISS": ({"r": 4, "target_modules": LINEARS}, None),
     "MULTITASK_PROMPT_TUNING": (
         {"num_virtual_tokens": 4, "num_tasks": 2, "prompt_tuning_init": "RANDOM", "task_type": "CAUSAL_LM"},
-        r"inputs_embeds=|task_ids",
+        r"task_ids",
     ),
     "OFT": ({"oft_block_size": 4, "r": 0, "target_modules": LINEARS}, None),
     "OSF": ({"target_modules": LINEARS, "effective_rank": 4}, None),
     "PEANUT": ({"r": 4, "target_modules": LINEARS}, None),
     "POLY": ({"r": 4, "n_tasks": 2, "target_modules": LINEARS}, r"draws random values"),
-    "PREFIX_TUNING": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, PROMPT),
-    "PROMPT_TUNING": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, PROMPT),
+    "PREFIX_TUNING": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, PREFIX),
+    "PROMPT_TUNING": ({"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, None),
     "PSOFT": ({"r": 4, "target_modules": LINEARS}, None),
     "PVERA": ({"r": 4, "target_modules": LINEARS}, r"draws random values"),
-    "P_TUNING": ({"num_virtual_tokens": 4, "encoder_hidden_size": 16, "task_type": "CAUSAL_LM"}, PROMPT),
+    "P_TUNING": ({"num_virtual_tokens": 4, "encoder_hidden_size": 16, "task_type": "CAUSAL_LM"}, None),
     "RANDLORA": ({"r": 4, "target_modules": LINEARS}, None),
     "ROAD": ({"group_size": 4, "target_modules": LINEARS}, None),
     "SHADOW": ({"target_modules": LINEARS}, r"shadow"),

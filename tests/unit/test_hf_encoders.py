@@ -165,6 +165,8 @@ def test_dropout_and_packing_without_positions_are_refused():
     model = hf.parallelize(copy.deepcopy(model))
     with pytest.raises(ValueError, match="cu_seq_lens_q packs documents"):
         model(**batch)
+    with pytest.raises(ValueError, match="inputs_embeds without position_ids are refused"):
+        model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]))
     dropping = GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, attn_pdrop=0.5))
     with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="dropout"):
         ranks.run(lambda group: _one_step(copy.deepcopy(dropping), group))

@@ -19,6 +19,11 @@ class LogitForm:
     factor: float = 1.0
     softcap: float | None = None  # the bound of the logits' magnitude; None for no cap
 
+    def apply(self, product: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the product, differentiable."""
+        product = product if self.factor == 1.0 else product * self.factor
+        return product if self.softcap is None else (product / self.softcap).tanh() * self.softcap
+
     def apply_(self, product: torch.Tensor) -> torch.Tensor:
         """Turn the product into logits in place."""
         if self.factor != 1.0:

@@ -14,9 +14,17 @@ from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
 
-BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
+BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
-_ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
+_ANSWERED = (
+    "num_items_in_batch",
+    "logits",
+    "logits_to_keep",
+    "fused_lm_head",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+)
 # Arguments without an effect on the output of a parallelized model.
 _IGNORED = ("use_cache", "cache_position")
 _REMEDY_OF_TABLE = {
@@ -32,9 +40,7 @@ _TABLES = {
 _TOWERS = ("vision", "visual", "image", "audio")
 
 _REMEDIES = {
-    "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
     "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
-    "output_hidden_states": "hidden states are sharded over the ranks; leave it out",
     "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
 
@@ -78,9 +84,33 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
             continue
         remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(model.config, name, False) and given.get(name) is not False:
-            raise ValueError(f"{name}=True of the configuration is refused: {_REMEDIES[name]}")
+    if getattr(model.config, "output_attentions", False) and given.get("output_attentions") is not False:
+        raise ValueError(f"output_attentions=True of the configuration is refused: {_REMEDIES['output_attentions']}")
+    if vision.language_model_of(model) is not None:
+        _check_vision(model, given)
+    _check_logits(model, given)
+
+
+def _check_vision(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that a vision-language model does not support over ranks."""
+    if given.get("inputs_embeds") is not None:
+        raise ValueError(
+            "inputs_embeds are refused: a vision-language model merges images into its own; pass input_ids"
+        )
+    if wanted_states(model, given) is not False:
+        raise ValueError(
+            f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of its language model; "
+            "leave it out"
+        )
+
+
+def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse requests for logits that can't be served."""
+    if given.get("logits", "gather") != "gather":
+        raise ValueError(f"logits={shown(given['logits'])} is unknown; pass logits='gather', or leave it out")
+    for name in ("logits_to_keep", "fused_lm_head"):
+        if given.get(name) and given.get("logits"):
+            raise ValueError(f"{name}={shown(given[name])} and logits='gather' are both given; pass one of them")
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
@@ -98,7 +128,14 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found = {name: given[name] for name in TOKENS if name in given}
     ids = given.get("input_ids")
-    if "position_ids" in given or not isinstance(ids, torch.Tensor):
+    if "position_ids" in given:
+        return found
+    if "inputs_embeds" in given and counts_positions(vision.text_of(model)) is not None:
+        raise ValueError(
+            f"inputs_embeds without position_ids are refused: {type(model).__name__} counts positions by token ids; "
+            "pass position_ids"
+        )
+    if not isinstance(ids, torch.Tensor):
         return found
     positions = positions_of_ids(vision.text_of(model), ids)
     if positions is None:
@@ -114,10 +151,11 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
     """Refuse a batch that this model can't take."""
-    if rows.targets is None and not keep and model._burst.form is not None and stub_forward.has_stock_forward(model):
+    asked = keep or given.get("logits") or wanted_states(model, given) is not False
+    if rows.targets is None and not asked and model._burst.form is not None and stub_forward.has_stock_forward(model):
         raise ValueError(
-            "labels are missing: a parallelized model returns its loss, and logits only of logits_to_keep last "
-            "positions; pass labels or logits_to_keep, or generate with model.generate"
+            "labels are missing: a parallelized model returns its loss, and logits on request; pass labels, "
+            "logits_to_keep=n for those of the last n positions or logits='gather' for all, or use model.generate"
         )
     labels = rows.targets if given.get("labels") is None else given["labels"]
     if labels is not None and not isinstance(labels, torch.Tensor):
@@ -165,19 +203,28 @@ def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
     return wanted
 
 
+def wanted_states(model: Any, given: Mapping[str, Any]) -> Any:
+    """Return the hidden states that the caller wants: all (True), none (False), or by their numbers."""
+    return given.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
+
+
 def positions_of_ids(body: Any, ids: Tensor) -> Tensor | None:
     """Return the positions [B, S] that a model derives from the whole sequence's ids; None if it does not.
 
     RoBERTa and its relatives count from their padding's id, and skip padding.
     """
+    count = counts_positions(body)
+    return None if count is None else cast("Tensor", count(ids, body.embeddings.padding_idx))
+
+
+def counts_positions(body: Any) -> Any:
+    """Return the function by which a model counts positions from token ids, or None."""
     embeddings = getattr(body, "embeddings", None)
-    padding = getattr(embeddings, "padding_idx", None)
-    if embeddings is None or padding is None:
+    if getattr(embeddings, "padding_idx", None) is None:
         return None
     home = sys.modules[getattr(embeddings, "stock_class", type(embeddings)).__module__]
     name = "create_position_ids_from_input_ids"
-    count = getattr(embeddings, name, getattr(home, name, None))
-    return None if count is None else cast("Tensor", count(ids, padding))
+    return getattr(embeddings, name, getattr(home, name, None))
 
 
 def tables_of(body: nn.Module) -> dict[str, int]:

@@ -40,7 +40,7 @@ class BatchRows:
         real: bool [B, S], True for real tokens, False for padding; None if the batch has no padding.
         shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
         joined: whether the rows of the batch became documents of one row at the caller's wish.
-        others: other values of each token, [R, T], by name.
+        others: other values of each token, [R, T] or [R, T, E], by name.
         unlabeled: whether there are labels, but none of them counts.
     """
 
@@ -75,9 +75,10 @@ def rows_of(
     """Convert a batch into rows.
 
     Args:
-        batch: ``input_ids`` [B, S], int. All other entries are optional (None or left out). ``labels`` [B, S]:
-            not shifted. ``shift_labels`` [B, S]: shifted over the whole sequence. ``attention_mask`` [B, S]: zeros
-            only before and behind each row's tokens. ``position_ids`` [B, S] or [1, S]: increase by one, or restart
+        batch: ``input_ids`` [B, S], int, or ``inputs_embeds`` [B, S, E] in their place, which go to ``others``. All
+            other entries are optional (None or left out). ``labels`` [B, S]: not shifted. ``shift_labels`` [B, S]:
+            shifted over the whole sequence. ``attention_mask`` [B, S]: zeros only before and behind each row's tokens.
+            ``position_ids`` [B, S] or [1, S]: increase by one, or restart
             at 0 where a document begins. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1]: over all rows
             concatenated. ``seq_idx`` or ``sequence_ids`` [B, S]: change where a document begins.
         ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
@@ -88,11 +89,7 @@ def rows_of(
     Raises:
         TypeError, ValueError: an entry is wrong; the message names it and says what to do.
     """
-    ids = _tensor(batch, "input_ids")
-    if ids is None:
-        raise ValueError("input_ids are missing; pass token ids [batch, sequence] (inputs_embeds are not supported)")
-    if ids.dim() != 2 or 0 in ids.shape:
-        raise ValueError(f"input_ids has shape {list(ids.shape)}; pass [batch, sequence], at least one token")
+    ids, embeds = _ids_and_embeddings(batch)
     host = _on_host(batch, ids)
     seen, before = _padding(host)
     real, padding = (None if x is None else torch.from_numpy(x).to(ids.device) for x in (seen, before))
@@ -112,11 +109,12 @@ def rows_of(
     more = max(0, ranks - tokens)
 
     def arranged(x: torch.Tensor, filler: int) -> torch.Tensor:
-        return F.pad(_in_front(x, padding).reshape(rows, tokens), (0, more), value=filler)
+        behind = (0, 0) * (x.dim() - 2) + (0, more)
+        return F.pad(_in_front(x, padding).reshape(rows, tokens, *x.shape[2:]), behind, value=filler)
 
     if more and (cu_seqlens is not None or not causal):
         cu_seqlens = (*(cu_seqlens or (0, tokens)), tokens + more)
-    also = {}
+    also = {} if embeds is None else {"inputs_embeds": arranged(embeds, 0)}
     for name in others or ():
         value = _like(others or {}, name, ids, rows=True)
         if value is not None:
@@ -126,6 +124,26 @@ def rows_of(
     shape = batch_size, length
     ids = arranged(ids, 0)
     return BatchRows(ids, targets, cu_seqlens, shape, padding, real, shifted, also, joined, unlabeled)
+
+
+def _ids_and_embeddings(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return token ids [B, S], and embeddings [B, S, E] or None. Ids that embeddings replace are zeros."""
+    ids, embeds = _tensor(batch, "input_ids"), batch.get("inputs_embeds")
+    if embeds is None:
+        if ids is None:
+            raise ValueError("input_ids are missing; pass token ids [batch, sequence], or inputs_embeds")
+        if ids.dim() != 2 or 0 in ids.shape:
+            raise ValueError(f"input_ids has shape {list(ids.shape)}; pass [batch, sequence], at least one token")
+        return ids, None
+    if ids is not None:
+        raise ValueError("input_ids and inputs_embeds are both given; pass one of them")
+    if not isinstance(embeds, torch.Tensor) or not embeds.is_floating_point():
+        raise TypeError(f"inputs_embeds is a {type(embeds).__name__}; pass a tensor of floating-point numbers")
+    if embeds.dim() != 3 or 0 in embeds.shape:
+        raise ValueError(
+            f"inputs_embeds has shape {list(embeds.shape)}; pass [batch, sequence, hidden], at least one token"
+        )
+    return torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), embeds
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:

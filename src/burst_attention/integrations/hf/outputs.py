@@ -34,7 +34,9 @@ class ParallelOutput(ModelOutput):
 
     Attributes:
         loss: the one-device loss, a scalar in fp32 (fp64 for fp64).
-        logits: [B, logits_to_keep, V], logits of each row's last positions, without a gradient.
+        logits: with ``logits_to_keep=n``: [B, n, V], logits of each row's last positions, without a gradient. With
+            ``logits="gather"``: [B, S, V], all logits, differentiable.
+        hidden_states: with ``output_hidden_states``: as from transformers, each [B, S, E], differentiable.
         log_probs: log-probabilities of the labels, in nats, differentiable.
         entropy: entropies of the distributions that predict the labels, in nats, differentiable.
         mean_logits: the mean of the logits over the vocabulary.
@@ -46,6 +48,7 @@ class ParallelOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    hidden_states: tuple[Tensor | None, ...] | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
@@ -63,6 +66,8 @@ class Call:
     rows: BatchRows
     items: float | None  # num_items_in_batch
     keep: int  # logits_to_keep
+    whole: bool  # whether the caller wants the logits of all tokens
+    states: Any  # the hidden states that the caller wants: all (True), none (False), or by their numbers
     router: bool  # whether the caller wants the router loss of a mixture of experts
     own: bool  # whether a custom forward or loss of the model runs on whole hidden states
     plans: Plans
@@ -94,9 +99,14 @@ def answer(model: Any, body: Any, call: Call) -> Any:
     """Return the model's output, computed from the body's output for this rank's shard."""
     if model._burst.form is None:
         return _around(model, lambda: body, call)
+    state = model._burst
     out = _results(model, body[0], call)
     if call.keep:
         out.logits = _last_logits(model, body[0], call)
+    if call.whole:
+        out.logits = _whole_logits(model, body[0], call)
+    if call.states is not False:
+        out.hidden_states = _whole_states(model, body, call, state.share)
     if call.router:
         _add_router_loss(model, body, out, call)
     wanted = call.given.get("return_dict", getattr(model.config, "return_dict", True))
@@ -131,7 +141,8 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
         whole = rows.restore(nn.functional.pad(per_token, (0, 1)))
         return whole if shifted else whole[:, :-1]
 
-    out = ParallelOutput(**{name: restored(getattr(tokens, name)) for name in fields})
+    found: dict[str, Any] = {name: restored(getattr(tokens, name)) for name in fields}
+    out = ParallelOutput(**found)
     mask = restored((rows.targets != IGNORED)[:, :-1])
     log_probs, entropy = state.share(out.log_probs), state.share(out.entropy)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items or 1.0)
@@ -140,6 +151,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 
 @dataclass
 class _WholeOutput(MoeModelOutputWithPast):
+    hidden_states: Any = None  # here also those that the caller left out, as None
     cache_params: Any = None  # the name of past_key_values in Mamba models
     pooler_output: Tensor | None = None
     cross_attentions: Any = None
@@ -156,13 +168,15 @@ def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
     def results() -> Any:
         made = body()
         hidden = made[0] if head is None else _for_head(made[0], head.weight)
-        whole.last_hidden_state = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)
+        whole.last_hidden_state = Scaled.apply(_gathered(hidden, call), world)
+        if call.states is not False:
+            whole.hidden_states = _whole_states(model, made, call, lambda x: Scaled.apply(x, world))
         whole.pooler_output = pooled(stub_forward.body_of(model), whole.last_hidden_state)
         if call.router:
             whole.router_logits = tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))
         return whole
 
-    names = ("input_ids", "attention_mask", "position_ids", "token_type_ids", *PACKING)
+    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *PACKING)
     around = stub_forward.Around(model, call.given, names, router=call.router)
     out = around.run(results, lambda: call.plan.agreement.entering("the model"))
     labels = call.given.get("labels")
@@ -202,9 +216,43 @@ def _head_of(model: Any) -> Head:
 def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     """Return the logits [B, keep, V] of each row's last positions."""
     with torch.no_grad():
-        whole = call.rows.restore(call.plan.unshard(hidden.detach(), 1))[:, -call.keep :]
+        whole = _gathered(hidden.detach(), call)[:, -call.keep :]
         head = _head_of(model)
         return head.logits(_for_head(whole, head.weight))
+
+
+def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
+    """Return the logits [B, S, V] of all tokens, whose gradient reaches the head and the body.
+
+    As in :func:`_around`, each rank's backward gives the head's whole gradient, but its shard's share of the body's.
+    """
+    world = float(call.plan.world)
+    head = _head_of(model)
+    hidden = Scaled.apply(_for_head(hidden, head.weight), world)
+    logits = head.form.apply(nn.functional.linear(_gathered(hidden, call), head.weight, head.bias))
+    return logits if model._burst.gradients == "mean" else Scaled.apply(logits, 1 / world)
+
+
+def _whole_states(
+    model: Any, body: Any, call: Call, scaled: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, ...] | None:
+    """Return the hidden states [B, S, E] that the caller wants; None for those that it left out."""
+    states, shape = getattr(body, "hidden_states", None), [len(call.rows.input_ids), call.plan.length]
+    with call.plan.agreement.entering("the model"):
+        if states is None:
+            raise ValueError(f"output_hidden_states is refused: {type(model).__name__} returns none; leave it out")
+        for each in states:
+            if each is not None and (each.dim() != 3 or [*each.shape[:2]] != shape):
+                raise ValueError(
+                    f"output_hidden_states is refused: a layer of {type(model).__name__} returns {[*each.shape]}, not "
+                    "[batch, sequence, hidden]; leave it out"
+                )
+    return tuple(None if each is None else _gathered(scaled(each), call) for each in states)
+
+
+def _gathered(shard: Tensor, call: Call) -> Tensor:
+    """Return values of all tokens [B, S, ...] in the order of the batch, from this rank's [R, T_local, ...]."""
+    return call.rows.restore(call.plan.unshard(shard, 1))
 
 
 def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:

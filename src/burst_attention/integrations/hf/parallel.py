@@ -50,7 +50,14 @@ _REMEDIES = {
     _WEIGHTS: _SAME_WEIGHTS,
     _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
     **dict.fromkeys(
-        ("num_items_in_batch", "fused_lm_head", "logits_to_keep", "output_router_logits"),
+        (
+            "num_items_in_batch",
+            "fused_lm_head",
+            "logits_to_keep",
+            "logits",
+            "output_hidden_states",
+            "output_router_logits",
+        ),
         "Pass the same on every rank of the group",
     ),
 }
@@ -71,8 +78,9 @@ def parallelize(
     Afterwards ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
     :class:`ParallelOutput` with the one-device loss. Documents come from ``position_ids`` that restart,
     ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``. Padding comes from ``attention_mask``. The loss is divided by
-    ``num_items_in_batch`` if given. ``model.generate`` runs on each rank separately, unless it gets a
-    :class:`burst_attention.inference.ShardedCache`.
+    ``num_items_in_batch`` if given. ``logits="gather"`` and ``output_hidden_states`` return whole logits and hidden
+    states, with gradients; ``inputs_embeds`` may replace ``input_ids``. ``model.generate`` runs on each
+    rank separately, unless it gets a :class:`burst_attention.inference.ShardedCache`.
 
     Args:
         model: a transformers model for causal or masked language modelling, or for classification of sequences or
@@ -109,6 +117,8 @@ def parallelize(
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
         form = _check_model(base, plan)
+        if adapted and getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
+            raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
         memory = Memory() if memory is None else memory
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
@@ -396,10 +406,14 @@ def _body(model: Any, call: Call) -> Any:
         return vision.run(model, call)
     plans = Plans(call.plans, positions=positions)
     asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
+    if call.states is not False:
+        asked |= {"output_hidden_states": call.states, "return_dict": True}
     asked |= {name: call.shard[name] for name in arguments.TOKENS if name in call.shard}
+    embeds = call.shard.get("inputs_embeds")
+    asked |= {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
     with converted.running(vision.text_of(model), plans):
         body = vision.text_of(model)
-        return stub_forward.run_body(body, input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+        return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
 def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -457,7 +471,9 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         if vision.language_model_of(model) is not None:
             vision.check_call(given, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        call = Call(given, rows, items, keep, arguments.wants_router(model, given), own, plans)
+        states = arguments.wanted_states(model, given)
+        whole = given.pop("logits", None) == "gather"
+        call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
         fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies=_REMEDIES)
     state.compared = True
@@ -475,6 +491,8 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
         "logits_to_keep": call.keep,
+        "logits": "gather" if call.whole else None,
+        "output_hidden_states": call.states,
         "output_router_logits": call.router,
         _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
