@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 PackName = Literal["documents", "none"]
 PackingName = Literal["sequence", "balanced"]
-DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
 OnNan = Literal["stop", "skip"]
 ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -133,8 +134,7 @@ class ModelConfig:
         import torch
 
         automatic = "bfloat16" if device_type == "cuda" else "float32"
-        short = {"auto": automatic, "fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
-        return getattr(torch, short.get(self.dtype, self.dtype))
+        return getattr(torch, automatic if self.dtype == "auto" else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,8 @@ class TrainConfig:
     @property
     def how(self) -> dict[str, Any]:
         """What :func:`burst_train.parallel.choose` takes."""
-        chunks = self.memory.attention_chunks
-        return {
-            "name": self.parallel.strategy,
-            "balanced": self.joins,
-            "remat": self.memory.remat,
-            "attention_chunks": chunks,
-        }
+        memory = {"remat": self.memory.remat, "attention_chunks": self.memory.attention_chunks}
+        return {"name": self.parallel.strategy, "balanced": self.joins, **memory}
 
     @property
     def packed(self) -> bool:
@@ -278,6 +273,17 @@ class TrainConfig:
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.strategy, self.parallel.device)
         self._check_lora()
+
+    def check_packages(self) -> None:
+        """Raise ValueError naming the first flag whose package is not installed."""
+        eight = self.memory.optimizer == "adamw-8bit"
+        for asked, package, text in (
+            (self.run.wandb, "wandb", f"--wandb {self.run.wandb!r} needs wandb: pip install wandb"),
+            (self.model.lora, "peft", f"--lora {self.model.lora} needs PEFT: pip install 'burst-attention[trainer]'"),
+            (eight, "torchao", "--optimizer adamw-8bit needs torchao: pip install torchao"),
+        ):
+            if asked and find_spec(package) is None:
+                raise ValueError(text)
 
     def _check_packing(self) -> None:
         if not self.joins:

@@ -105,7 +105,7 @@ def test_a_presets_weights_are_those_of_the_seed(pools, asked):
 
 
 def test_half_precision_shows_in_the_greatest_difference(pools, asked):
-    burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", strategies=("burst", "single")))[0]
+    burst, single = pools(2).run(evaluate, replace(asked, dtype="bfloat16", strategies=("burst", "single")))[0]
     assert 1e-3 < burst.greatest_difference < 0.3
     assert burst.loss == pytest.approx(single.loss, abs=1e-2)
 

@@ -250,7 +250,7 @@ def save_what_is_no_tensor(config):
     with join(device="cpu", timeout=20) as context:
         tensors = {"w": torch.zeros(3), "step": 3}
         with pytest.raises(TypeError, match=r"tensors\['step'\] is a int; only tensors of F64, F32"):
-            draft.save(Path(config.run.out), tensors, {}, step=1, context=context)
+            draft.CheckpointWriter(Path(config.run.out), tensors, {}, step=1, context=context)
     return list(Path(config.run.out).rglob("*"))
 
 

@@ -107,7 +107,7 @@ def most_of_tensors(config):
         return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])
 
 
-def parts_of(config, length, world, batch=1, strategy="auto", dtype="fp32", optim=None, **flags):
+def parts_of(config, length, world, batch=1, strategy="auto", dtype="float32", optim=None, **flags):
     packing = {"packing": "balanced"} if strategy == "balanced" else {}
     asked = TrainConfig(
         data=DataConfig(seq_len=length, pack="documents" if packing else "none"),
@@ -257,7 +257,7 @@ def test_every_architecture_is_predicted(kind):
     config = kind(**SIZES | {"max_position_embeddings": 4096})
     if kind is MistralConfig:
         config.sliding_window = 700
-    single, half = parts_of(config, 4096, 3), parts_of(config, 4096, 3, dtype="bf16", optim={"accumulate": 2})
+    single, half = parts_of(config, 4096, 3), parts_of(config, 4096, 3, dtype="bfloat16", optim={"accumulate": 2})
     for parts in (single, half):
         assert tuple(parts) == PARTS and min(parts.values()) >= 0
     assert sum(half.values()) < 0.75 * sum(single.values())
@@ -266,7 +266,7 @@ def test_every_architecture_is_predicted(kind):
 
 def test_what_no_formula_gives_is_not_predicted():
     config = LlamaConfig(**SIZES)
-    assert parts_of(config, 64, 2, dtype="fp64") is None and parts_of(config, 64, 1, strategy="single") is None
+    assert parts_of(config, 64, 2, dtype="float64") is None and parts_of(config, 64, 1, strategy="single") is None
     assert parts_of(Gemma2Config(**SIZES), 64, 2) is None
     assert parts_of(config, 64, 2, strategy="tensor") is None
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from burst_train.checked import parse_json
-from burst_train.checkpoint.generators import Generators, read_generators, set_generators
+from burst_train.checkpoint.state import Generators, read_generators, set_generators
 
 
 def drawn() -> list[float]:

@@ -13,22 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from burst_train.checkpoint import snapshot
-from burst_train.checkpoint.moments import MOMENTS, plain, put_back
-from burst_train.checkpoint.snapshot import put_moments, tensors_of
+from burst_train.checkpoint.snapshot import MOMENTS, plain, put_back, put_moments, tensors_of
 from burst_train.config import OptimConfig, RunConfig, TrainConfig
 from burst_train.memory import MemoryConfig
-from burst_train.step import optim
-from burst_train.step.optim import check_optimizer, make_optimizer, make_schedule
+from burst_train.step.optim import make_optimizer, make_schedule
 
 EIGHT = TrainConfig(run=RunConfig(steps=30), optim=OptimConfig(lr=0.5), memory=MemoryConfig(optimizer="adamw-8bit"))
-
-
-def test_without_its_package_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--optimizer adamw-8bit needs torchao: pip install torchao"):
-        make_optimizer(nn.Linear(2, 2), EIGHT)
-    check_optimizer(TrainConfig())
-    assert type(make_optimizer(nn.Linear(2, 2), TrainConfig())) is torch.optim.AdamW
 
 
 def in_8_bits(values: Tensor) -> Tensor:

@@ -137,12 +137,6 @@ def test_bytes_round_trip_between_an_opening_and_a_closing_token(saved):
     assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize("kind", ["bytes", "plain"])
-def test_a_lone_surrogate_is_refused_by_name(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"character 4 is the lone surrogate U\+DC80"):
-        tokenizer_of(kind, tmp_path).encode("text\udc80")
-
-
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--tokenizer .*can't be loaded"):
         open_tokenizer(str(tmp_path), "tiny")

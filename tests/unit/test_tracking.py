@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from burst_train.run import tracking
+from burst_train import config as settings
 from burst_train.run.metrics import StepRecord, Summary
-from burst_train.run.tracking import Tracking, check_tracking
+from burst_train.run.tracking import Tracking
 from burst_train.step.loop import train
 from tests.support.training import config_of, losses, write_corpus
 
@@ -90,11 +90,19 @@ def test_a_run_tells_every_step_and_ends_well_whatever_happens_there(pools, tmp_
     assert len(logged) == 1 and not finished and len(losses(tmp_path / "2")) == 3
 
 
-def test_without_the_package_no_rank_is_started(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"--wandb 'long' needs wandb: pip install wandb"):
-        check_tracking(config_of("corpus", tmp_path, wandb="long"))
-    check_tracking(config_of("corpus", tmp_path))
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"wandb": "long"}, "--wandb 'long' needs wandb: pip install wandb"),
+        ({"lora": 8}, r"--lora 8 needs PEFT: pip install 'burst-attention\[trainer\]'"),
+        ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit needs torchao: pip install torchao"),
+    ],
+)
+def test_without_its_package_a_flag_is_refused(monkeypatch, tmp_path, given, text):
+    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=text):
+        config_of("corpus", tmp_path, **given).check_packages()
+    config_of("corpus", tmp_path).check_packages()
 
 
 def test_the_package_itself_takes_it_offline(monkeypatch, tmp_path):

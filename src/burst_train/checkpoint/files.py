@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_attention.launch.local import RefusedError
 
 from ..run.folder import FOLDER, list_checkpoints, step_of
-from .manifest import DamagedError, Pieces, read_header, read_state, verify
+from .manifest import DamagedError, read_state, verify
 from .state import Dtype, State, TensorEntry
 
 DTYPES: dict[torch.dtype, Dtype] = {
@@ -37,35 +37,10 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     return {name: TensorEntry(dtype=DTYPES[value.dtype], shape=tuple(value.shape)) for name, value in tensors.items()}
 
 
-def check_pieces(table: Mapping[str, TensorEntry], files: Iterable[Pieces]) -> None:
-    """Raise ValueError unless the pieces cover exactly the tensors of the table."""
-    counts = dict.fromkeys(table, 0)
-    places = set()
-    for pieces in files:
-        for name, (dtype, shape, offsets) in pieces.items():
-            if name not in table:
-                raise ValueError(f"the tensor {name!r} does not belong to this checkpoint")
-            whole = table[name].shape
-            inside = len(shape) == len(whole) and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
-            count = math.prod(shape)
-            if not inside or dtype != table[name].dtype or (count and (name, offsets) in places):
-                raise ValueError(f"the tensor {name!r} has a wrong or repeated piece: {shape} at {offsets}")
-            counts[name] += count
-            places.add((name, offsets))
-    for name, count in counts.items():
-        if count != math.prod(table[name].shape):
-            raise ValueError(f"the tensor {name!r} has {count} of {math.prod(table[name].shape)} elements")
-
-
 def check(folder: Path) -> State:
     """Check every file of a checkpoint and return its state; DamagedError names each file that differs."""
-    files = verify(folder)
-    state = read_state(folder)
-    try:
-        check_pieces(state.tensors, [read_header(folder / name) for name in files])
-    except ValueError as error:
-        raise DamagedError(f"{folder}: {error}") from None
-    return state
+    verify(folder)
+    return read_state(folder)
 
 
 @dataclass(frozen=True)

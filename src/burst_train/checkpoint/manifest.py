@@ -8,30 +8,23 @@ It is written last, before the folder is renamed. A folder without a whole manif
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, AliasPath, Field, Json
+from pydantic import AfterValidator, Field
 
 from ..checked import FORMAT, Checked, Format, Natural, parse_json, read_bytes
 from ..run.folder import FOLDER, name_of, step_of
-from .state import Dtype, Shape, Size, State, TensorEntry
+from .state import State
 
 MANIFEST, STATE = "manifest.json", "state.json"
 UNFINISHED = ".unfinished"  # suffix of a folder that is being written
 LARGEST_MANIFEST = 2**24
-LARGEST_HEADER = 100_000_000  # the same limit as in safetensors
-SHARDING = "DCP_SHARDING_INFO"
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 PART = 2**22  # bytes per read: small enough for memory, large enough to take Python's lock rarely
-Pieces = dict[str, tuple[Dtype, Shape, Shape]]  # by tensor name: dtype, shape, offsets
-Places = dict[str, dict[Literal["saved_offsets"], Shape]]
-Written = dict[str, tuple[Pieces, "FileEntry"]]  # by file name
 
 
 def _plain_name(name: str) -> str:
@@ -53,19 +46,6 @@ class Manifest(Checked):
     format: Format
     step: Natural
     files: dict[Annotated[str, AfterValidator(_plain_name)], FileEntry]
-
-
-class Slice(TensorEntry):
-    """A piece of a tensor in a safetensors header."""
-
-    data_offsets: tuple[Size, Size]
-
-
-class Header(Checked, extra="allow"):
-    """A safetensors header, in which torch.distributed.checkpoint notes the places of the pieces."""
-
-    places: Json[Places] = Field(validation_alias=AliasPath("__metadata__", SHARDING))
-    __pydantic_extra__: dict[str, Slice]
 
 
 class DamagedError(ValueError):
@@ -133,7 +113,7 @@ def read_state(folder: Path) -> State:
         raise DamagedError(f"{folder}: {error}") from None
 
 
-def verify(folder: Path) -> list[str]:
+def verify(folder: Path) -> None:
     """Check every file of a checkpoint against its manifest; DamagedError names each wrong, missing or foreign one."""
     try:
         entries = _entries(folder)
@@ -144,7 +124,6 @@ def verify(folder: Path) -> list[str]:
     complaints += [f"{name} is foreign: it is not in the manifest" for name in foreign]
     if complaints:
         raise DamagedError(f"{folder}: {'; '.join(complaints)}")
-    return [name for name in entries if name.endswith(".safetensors")]
 
 
 def _entries(folder: Path) -> dict[str, FileEntry]:
@@ -172,39 +151,3 @@ def _compare(folder: Path, name: str, entry: FileEntry, entries: Mapping[str, Fi
         return f"{name} is {how}: {size:,} bytes, not {entry.bytes:,}"
     other = next((each for each, its in entries.items() if its.sha256 == found), None)
     return f"{name} has the content of {other}" if other else f"{name} is damaged: its SHA-256 is wrong"
-
-
-def read_header(path: Path) -> Pieces:
-    """Read the pieces of tensors from a safetensors header, by name: (dtype, shape, offsets in the tensor).
-
-    They are in the order of the file. Memory use is limited to the header, which can't be longer than the file.
-
-    Raises:
-        ValueError: it is not a safetensors file, or header and content don't match; names the file.
-    """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little") if size >= 8 else size
-            if size < 8 or length > min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"{path.name} is not a safetensors file: its header is longer than the file")
-            header = parse_json(file.read(length), Header, f"the header of {path.name}")
-    except OSError as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    slices, places = header.__pydantic_extra__, header.places
-    in_order = sorted(slices, key=lambda name: slices[name].data_offsets)
-    at, pieces = 0, {}
-    for name in in_order:
-        dtype, shape, (start, stop) = slices[name].dtype, slices[name].shape, slices[name].data_offsets
-        if start != at:
-            raise ValueError(f"{path.name}: its tensors are not contiguous")
-        if stop - start != BYTES[dtype] * math.prod(shape):
-            raise ValueError(f"{path.name}: {start} to {stop} are not the bytes of {name!r}, {shape} in {dtype}")
-        offsets = places.get(name, {}).get("saved_offsets")
-        if offsets is None or len(offsets) != len(shape):
-            raise ValueError(f"{path.name}: the tensor {name!r} must be placed by {len(shape)} offsets in {SHARDING}")
-        pieces[name] = (dtype, shape, offsets)
-        at = stop
-    if at != size - 8 - length:
-        raise ValueError(f"{path.name}: its tensors take {at:,} bytes, but the file has {size - 8 - length:,}")
-    return pieces

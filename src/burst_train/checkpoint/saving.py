@@ -20,12 +20,10 @@ from ..run.interrupt import InterruptedRunError, StopRequests, reason_of
 from ..run.metrics import NEWEST, goes_on_in
 from . import files
 from .files import Best, best_checkpoint
-from .generators import read_generators
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
-from .moments import MOMENTS
 from .shards import seconds_to_write
-from .snapshot import WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
-from .state import State
+from .snapshot import MOMENTS, WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
+from .state import State, read_generators
 from .writer import CheckpointWriter, all_or_raise
 
 
@@ -203,7 +201,7 @@ def load(run: Run, folder: Path, state: State) -> None:
     waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
     files.load(folder, tensors)
     put_moments(run.model, run.optimizer, tensors)
-    restore(run, state, Cursor.at(state.cursor, waiting.numpy()))
+    restore(run, state, Cursor(**dict(state.cursor), waiting=waiting.numpy()))
 
 
 def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Path:

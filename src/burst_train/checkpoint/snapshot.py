@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
@@ -22,13 +23,12 @@ from ..config import TrainConfig, checked_settings
 from ..data.ahead import ReadAhead
 from ..data.cursor import Cursor
 from ..data.sequences import SequenceReader, TrainingStream
-from .generators import set_generators
 from .manifest import STATE
-from .moments import MOMENTS, blank_state, plain, put_back
-from .state import Optimizer, State
+from .state import Optimizer, State, set_generators
 
 WAITING = "data.waiting"
 WEIGHTS = "weights."
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = (
     *("model", "lora", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch"),
@@ -75,7 +75,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     for parameter in _parameters(optimizer):
         held = optimizer.state[parameter]
         if not held:
-            held |= blank_state(optimizer, parameter)
+            held |= _blank_state(optimizer, parameter)
         tensors |= {f"{moment}.{names[parameter]}": plain(held[moment]) for moment in MOMENTS}
     return tensors
 
@@ -86,6 +86,45 @@ def put_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Map
     for parameter in _parameters(optimizer):
         for moment in MOMENTS:
             put_back(optimizer.state[parameter][moment], tensors[f"{moment}.{names[parameter]}"])
+
+
+# Moments are saved in the dtype of their weights. Those in 8 bits (torchao's AdamW8bit) are rounded again when loaded,
+# so such a run resumes to within that rounding, not bit for bit.
+
+
+def _blank_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return a parameter's state before the optimizer's first step: zeros, as the optimizer itself would make them."""
+    own: Any = getattr(optimizer, "_new_buffer", None)  # torchao's; it has no public name
+    # Only the first moment has a sign, which takes one of the 8 bits.
+    made = {name: own(parameter, name == MOMENTS[0]) if own else torch.zeros_like(parameter) for name in MOMENTS}
+    return {"step": torch.tensor(0.0), **made}
+
+
+def plain(moment: Tensor) -> Tensor:
+    """Return a moment in its weight's dtype: the tensor itself, or a copy of one that is held in 8 bits."""
+    local = _local(moment)
+    if not _in_8_bits(local):
+        return moment.detach()
+    values = local.dequantize()
+    if not isinstance(moment, DTensor):
+        return values
+    mesh, placements = moment.device_mesh, moment.placements
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
+
+
+@torch.no_grad()
+def put_back(moment: Tensor, values: Tensor) -> None:
+    """Store the values of :func:`plain` in a moment that is held in 8 bits; another one holds them already."""
+    if _in_8_bits(local := _local(moment)):
+        local.copy_(_local(values))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _in_8_bits(x: Tensor) -> bool:
+    return hasattr(x, "codes")
 
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:

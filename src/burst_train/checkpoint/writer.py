@@ -24,8 +24,8 @@ from burst_attention.launch.join import RankContext
 
 from ..run.errors import SaveError, text_of
 from ..run.folder import FOLDER, name_of
-from .files import check_pieces, table_of
-from .manifest import SHARDING, STATE, UNFINISHED, Written, discard, fingerprint, read_header, seal, write_whole
+from .files import table_of
+from .manifest import STATE, UNFINISHED, FileEntry, discard, fingerprint, seal, write_whole
 from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")
@@ -45,13 +45,13 @@ class CheckpointWriter:
         self._table = table_of(tensors)
         self._text = json.dumps(state | {"tensors": {name: entry.model_dump() for name, entry in self._table.items()}})
         self._folder = out / FOLDER / (name_of(step) + UNFINISHED)
-        self._written: Written = {}
+        self._written: dict[str, FileEntry] = {}  # by file name
         self._failure, self.seconds = "", 0.0  # seconds: how long writing took, without rests
         self._pace = Pace()
         self._thread: threading.Thread | None = None
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=self._is_first)
-        # Decide which rank writes replicated tensors. All ranks compute the same plan from the same inputs.
+        # Decide which rank writes replicated tensors, on all ranks alike; raise unless the pieces are whole tensors.
         plans, _ = planner.create_global_plan(context.collect(planner.create_local_plan()))
         items = plans[context.rank].items
         self._places = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items if item.tensor_data}
@@ -61,6 +61,8 @@ class CheckpointWriter:
                 discard(self._folder)  # may be left from a run that was killed
                 self._folder.mkdir(parents=True)
             self._copies = {item.index.fqn: _copy_of(planner.lookup_object(item.index)) for item in items}
+            if len(self._copies) < len(items):
+                raise ValueError("a rank has several pieces of one tensor, and its file has room for one")
 
         self._or_discard(copy)
 
@@ -83,7 +85,7 @@ class CheckpointWriter:
                 self._write_shard(self._folder / name)
             if self._is_first:
                 write_whole(self._folder / STATE, self._text)
-                self._written[STATE] = ({}, fingerprint(self._folder / STATE))
+                self._written[STATE] = fingerprint(self._folder / STATE)
         except Exception as error:  # any error: seal reports it, because this thread can't
             self._failure = text_of(error)
         finally:
@@ -101,18 +103,15 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-        def mine() -> Written:
+        def mine() -> dict[str, FileEntry]:
             if self._failure:
                 raise SaveError(self._failure)
             return self._written
 
         written = self._or_discard(mine)
 
-        def finish() -> None:
-            check_pieces(self._table, [pieces for files in written for pieces, _ in files.values()])
-            seal(self._folder, self.step, {name: entry for files in written for name, (_, entry) in files.items()})
-
-        self._or_discard(lambda: finish() if self._is_first else None)
+        files = {name: entry for each in written for name, entry in each.items()}
+        self._or_discard(lambda: seal(self._folder, self.step, files) if self._is_first else None)
         return self._folder.with_name(name_of(self.step))
 
     @property
@@ -136,29 +135,17 @@ class CheckpointWriter:
         self.write()
 
     def _write_shard(self, path: Path) -> None:
-        """Write the shard; note its header's pieces and its manifest entry, both read back from disk."""
-        written = self._put(path)
-        sync_file(path)
-        pieces, entry = read_header(path), fingerprint(path, self._pace.rest)
-        if entry.sha256 != written:
-            raise OSError(f"{path.name}: the disk returned other bytes than were written")
-        self._written[path.name] = pieces, entry
-
-    def _put(self, path: Path) -> str:
-        """Write this rank's copies; return the SHA-256 that the file must have."""
+        """Write this rank's copies, and read them back from disk for the manifest."""
         places = {name: {"saved_offsets": place} for name, place in self._places.items()}
         # The format of torch.distributed.checkpoint's safetensors writer, whose reader loads it. That writer is not
         # used: it makes two more copies in memory and holds Python's lock, which would stop the training thread.
-        metadata = {SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
         names = {name: self._table[name].dtype for name in self._copies}
-        return write_tensors(path, self._copies, names, metadata, self._pace)
-
-
-def save(out: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], *, step: int, context: RankContext) -> Path:
-    """Copy, write and seal a checkpoint in one call; see :class:`CheckpointWriter`. Every rank must call it."""
-    draft = CheckpointWriter(out, tensors, state, step=step, context=context)
-    draft.write_at_once()
-    return draft.seal()
+        written = write_tensors(path, self._copies, names, metadata, self._pace)
+        sync_file(path)
+        self._written[path.name] = fingerprint(path, self._pace.rest)
+        if self._written[path.name].sha256 != written:
+            raise OSError(f"{path.name}: the disk returned other bytes than were written")
 
 
 def all_or_raise(context: RankContext, action: Callable[[], T]) -> list[T]:

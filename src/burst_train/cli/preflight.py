@@ -17,7 +17,6 @@ from ..data.tokenizer import BYTES
 from ..memory import binary_text, check_fits, free_memory, parts_text
 from ..parallel import FOREIGN, choose
 from ..presets import PRESETS
-from ..run.tracking import check_tracking
 from ..step.evaluation import EvalConfig
 
 if TYPE_CHECKING:
@@ -38,15 +37,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     """Check that ``world`` ranks can train ``config``, reading its first sequences; ValueError names the flag."""
     config.check()
     config.check_world(world)
-    check_tracking(config)
-    if config.model.lora is not None:
-        from ..step.lora import check_lora
-
-        check_lora(config)
-    if config.memory.optimizer != "adamw":
-        from ..step.optim import check_optimizer
-
-        check_optimizer(config)
+    config.check_packages()
     name, data, parallel = config.model.model, config.data, config.parallel
     loaded = _load(name, layout=getattr(choose(**config.how), "strategy", Strategy()).layout)
     reader, tokenizer = open_sequences(config)

@@ -23,8 +23,8 @@ class ByteTokenizer:
         self.eos_id: int | None = CLOSES
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the text's UTF-8 bytes as int32 ids, with the special tokens; ValueError for a lone surrogate."""
-        tokens = np.empty(len(data := as_utf8(text)) + 2, np.int32)
+        """Return the text's UTF-8 bytes as int32 ids, with the special tokens."""
+        tokens = np.empty(len(data := text.encode()) + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = OPENS, np.frombuffer(data, np.uint8), CLOSES
         return tokens
 
@@ -60,7 +60,6 @@ class HubTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the text's int32 ids, with the special tokens."""
-        as_utf8(text)
         body = self.inner(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         opened = [] if self.bos_id is None else [self.bos_id]
         closed = [] if self.eos_id is None else [self.eos_id]
@@ -107,18 +106,6 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
         return True
     read = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
     return read is not None and bool(read.to_str() == own.to_str())
-
-
-def as_utf8(text: str) -> bytes:
-    """Encode a text as UTF-8; ValueError for a lone surrogate."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        odd = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(
-            f"the text can't be encoded: character {error.start} is the lone surrogate {odd}, invalid in UTF-8; "
-            "replace it, as text.encode('utf-8', 'replace').decode() does"
-        ) from None
 
 
 def first_line(error: Exception) -> str:

@@ -13,14 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from ..run.metrics import TRACES
 
 
-def trace_name(step: int, rank: int) -> str:
-    """Return the path of a rank's trace, relative to the run's folder."""
-    return f"{TRACES}/step-{step:08d}-rank-{rank:05d}.json"
-
-
 @contextmanager
-def traced(path: Path) -> Iterator[None]:
+def traced(out: str, step: int, rank: int) -> Iterator[None]:
     """Record a trace of this process, including its GPU, and write it. A failure is only reported."""
+    path = Path(out) / TRACES / f"step-{step:08d}-rank-{rank:05d}.json"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities) as profiler:
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from .interrupt import InterruptedRunError
 from .metrics import TRACKED, StepRecord, Summary, goes_on_in, unusual, without_nan
 
 ID = "burst-train-id.txt"
-
-
-def check_tracking(config: TrainConfig) -> None:
-    """Raise ValueError if ``--wandb`` is given but wandb is not installed."""
-    if config.run.wandb is not None and find_spec("wandb") is None:
-        raise ValueError(f"--wandb {config.run.wandb!r} needs wandb: pip install wandb")
 
 
 def _at_last(text: str) -> None:

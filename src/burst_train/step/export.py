@@ -101,7 +101,7 @@ def export(source: Path, folder: Path) -> None:
 
 def _loaded(saved: TrainConfig, config: PreTrainedConfig) -> Any:
     """Return the model that a checkpoint's adapters were trained for, in the dtype in which it was trained."""
-    wide = torch.float64 if saved.model.dtype in ("float64", "fp64") else torch.float32
+    wide = torch.float64 if saved.model.dtype == "float64" else torch.float32
     try:
         return AutoModelForCausalLM.from_pretrained(saved.model.model, config=config, dtype=wide)
     except OSError as error:

@@ -5,7 +5,6 @@ Adapters sit in every linear layer but the head. Their scale is 2: PEFT's ``lora
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,8 @@ from torch import Tensor, nn
 from burst_attention.integrations.hf.known import mechanism, mixers_of
 
 from ..checkpoint.snapshot import is_adapter
-from ..config import TrainConfig
 
 ADAPTER = "adapter"  # folder inside of an exported model
-
-
-def check_lora(config: TrainConfig) -> None:
-    """Raise ValueError if ``--lora`` needs a package that is not installed."""
-    if config.model.lora is not None and find_spec("peft") is None:
-        raise ValueError(f"--lora {config.model.lora} needs PEFT: pip install 'burst-attention[trainer]'")
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from burst_attention.attention.batch import Plans
+from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.parts import check_random
@@ -31,11 +33,11 @@ from ..memory import MemoryConfig
 from ..parallel import Heads, Parallelism
 from ..parallel.body import build_empty, run_on_shards, windows_of
 from ..presets import PRESETS
-from .activations import keep_less
 from .lora import add_adapters
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
+COMPILED = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a layer, where it has them
 
 
 def model_config(
@@ -231,7 +233,7 @@ def build_model(
         model.tie_weights()
     memory = memory or MemoryConfig()
     _, agreement = connect(resolve_group(mesh[CONTEXT]), None)
-    keep_less(body_of(model), memory, agreement)
+    _save_memory(body_of(model), memory, agreement)
     run_on_shards(model)
     wrapper = NextTokenModel(model.train(), parallelism)
     weights = dict(wrapper.state_dict()) if first else {}
@@ -241,6 +243,23 @@ def build_model(
     for buffer in wrapper.buffers():  # rotary frequencies, which are in no state dict
         dist.broadcast(buffer, 0)
     return wrapper
+
+
+def _save_memory(body: nn.Module, memory: MemoryConfig, agreement: Agreement) -> None:
+    """Apply ``memory`` to a model without its head, before FSDP2; ValueError on every rank if one can't."""
+    with agreement.entering("the model"):
+        hf.Memory(
+            recompute=memory.remat,
+            attention_chunks=memory.attention_chunks,
+            mlp_chunks=memory.mlp_chunks,
+            offload=None if memory.offload == "none" else memory.offload,
+        ).apply(body)
+    agreement.agree("the model", {"memory": repr(memory)})
+    if memory.compile:
+        for layer in body.modules():
+            for name in COMPILED if isinstance(layer, GradientCheckpointingLayer) else ():
+                if name in layer._modules:
+                    layer.get_submodule(name).compile()
 
 
 def _load_weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,12 +22,6 @@ _LEFT: dict[ScheduleName, Callable[[float], float]] = {
 }
 
 
-def check_optimizer(config: TrainConfig) -> None:
-    """Raise ValueError if ``--optimizer`` needs a package that is not installed."""
-    if config.memory.optimizer == "adamw-8bit" and find_spec("torchao") is None:
-        raise ValueError("--optimizer adamw-8bit needs torchao: pip install torchao")
-
-
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay."""
     optim = config.optim
@@ -37,16 +30,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    kind: Any = torch.optim.AdamW if config.memory.optimizer == "adamw" else _adamw_8bit(config)
+    kind: Any = torch.optim.AdamW
+    if config.memory.optimizer == "adamw-8bit":
+        from torchao.optim import AdamW8bit  # supports FSDP2's shards (arXiv 2110.02861)
+
+        kind = AdamW8bit
     return kind(groups, lr=config.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-
-
-def _adamw_8bit(config: TrainConfig) -> Any:
-    """Return torchao's AdamW, which keeps moments in 8 bits and supports FSDP2's shards (arXiv 2110.02861)."""
-    check_optimizer(config)
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:

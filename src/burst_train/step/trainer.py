@@ -6,8 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from pathlib import Path
+from contextlib import closing, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
-from ..health.trace import trace_name, traced
+from ..health.trace import traced
 from ..health.watch import StepWatch
 from ..parallel import Heads, choose
 from ..parallel.body import windows_of
@@ -100,15 +99,10 @@ class Trainer(Run):
             self.sequences = self.reader.training(self.sequences.cursor())
         with closing(ReadAhead(self.sequences, READ_AHEAD * self.config.sequences_per_step)) as self.sequences:
             for step in range(self.step + 1, self.config.run.steps + 1):
-                with self._traced(step):
+                run, rank = self.config.run, self.context.rank
+                with traced(run.out, step, rank) if step == run.profile else nullcontext():
                     record = self._take(step)
                 yield record
-
-    def _traced(self, step: int) -> AbstractContextManager[None]:
-        """Profile the step if it is the one that ``--profile`` names."""
-        if step != self.config.run.profile:
-            return nullcontext()
-        return traced(Path(self.config.run.out) / trace_name(step, self.context.rank))
 
     def _take(self, step: int) -> StepRecord:
         """Run one optimizer step."""
