@@ -69,11 +69,9 @@ class RunConfig:
     """Number of newest checkpoints to keep. With --eval-every, the best one is kept too."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations of the held-out documents. A checkpoint is saved when their loss is the lowest so far.
-
     0: evaluate only at the end."""
     resume: Name | None = None
     """Resume from a checkpoint: its folder, or newest (also without a value): the newest undamaged one in --out.
-
     auto: resume if --out holds an unfinished run; otherwise start a new one."""
     deadline: Seconds | None = None
     """Time limit of the run, in seconds from its start. Before the limit, the run saves and exits with status 75."""
@@ -85,11 +83,9 @@ class RunConfig:
     """Weights & Biases project to log to. Needs: pip install wandb."""
     on_nan: OnNan = "stop"
     """Action on a non-finite loss or gradient. Both choices report the rank and layer where it first appeared.
-
     stop: end the run. skip: leave out the update, discard its data and continue; end after 10 in a row."""
     deterministic: bool = True
     """Use only operations that add in a fixed order, so that a resumed run repeats the same bits.
-
     On a GPU, attention is faster with --no-deterministic. On a CPU every operation has a fixed order."""
 
 
@@ -126,7 +122,6 @@ class ModelConfig:
 
     lora: Count | None = None
     """Train LoRA adapters of this rank in all linear layers but the head; all other weights are frozen. Needs PEFT.
-
     Checkpoints hold the adapters alone. --out/model has them merged; its folder adapter has them alone."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
@@ -147,12 +142,10 @@ class ParallelConfig:
     """Number of data-parallel groups. Each group reads different sequences; its ranks share each sequence."""
     packing: PackingName = "sequence"
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
-
     balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
     strategy: Name = "auto"
     """How ranks share a sequence: auto (predicted fastest), burst, ring, zigzag-ring, all-gather, ulysses, usp, usp:U,
     or fields of a Strategy such as layout=zigzag,ulysses_degree=4. To compare with: tensor, tensor-sequence, single.
-
     All give the same loss."""
     device: DeviceOrAuto = "auto"
     """auto: GPUs if the machine has one for every rank; otherwise the CPU."""
@@ -160,7 +153,6 @@ class ParallelConfig:
     """Seconds that a rank waits for another rank before it gives up."""
     peak_tflops: Positive | None = None
     """Peak TFLOP/s of one rank's device, for MFU: the rate of the model's operations divided by this peak.
-
     The model's operations are 6 per token and parameter of linear layers (head included, embedding excluded), and
     12 x head_dim per layer, head and unmasked (query, key) pair. Default: a known GPU's bf16 rate from its data
     sheet; else no MFU."""

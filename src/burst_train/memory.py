@@ -35,11 +35,9 @@ class MemoryConfig:
     keep-attention: all but the attention, so that its exchanges are not repeated."""
     offload: Offload = "none"
     """Where the layer inputs saved by --remat are kept: none, host or disk:DIR. none: on the device.
-
     host: pinned host memory (GPUs only; on one H100 it freed half of them). disk:DIR: a file in the folder DIR."""
     attention_chunks: Count = 1
     """Project, attend and project back this many groups of heads, one group at a time.
-
     The backward recomputes q, k and v group by group."""
     mlp_chunks: Count = 1
     """Feed-forward layers process a rank's tokens in this many chunks; the backward recomputes each chunk."""
@@ -56,7 +54,11 @@ class MemoryConfig:
         """Raise ValueError naming the first flag that the strategy or device does not support."""
         keeps = f"is not for --strategy {strategy}; use --remat layer"
         require(self.remat != "keep-attention" or strategy not in FOREIGN, "remat", self.remat, keeps)
-        self._check_chunks(strategy)
+        if self.attention_chunks > 1:
+            works = f"is not for --strategy {strategy}; leave one of them out"
+            require(strategy not in FOREIGN, "attention_chunks", self.attention_chunks, works)
+            whole = "can't keep the results of --remat keep-attention; use --remat layer"
+            require(self.remat != "keep-attention", "attention_chunks", self.attention_chunks, whole)
         saved = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
         require(self.offload == "none" or self.remat != "none", "offload", self.offload, saved)
         there = "is for GPUs; with --device cpu everything is already in host memory"
@@ -66,14 +68,6 @@ class MemoryConfig:
         for name in ("optimizer_offload", "compile"):
             if getattr(self, name) and strategy in TENSOR:
                 raise ValueError(f"{flag(name)} is not for --strategy {strategy}; leave one of them out")
-
-    def _check_chunks(self, strategy: str) -> None:
-        """Raise ValueError if attention can't run by groups of heads."""
-        if self.attention_chunks > 1:
-            works = f"is not for --strategy {strategy}; leave one of them out"
-            require(strategy not in FOREIGN, "attention_chunks", self.attention_chunks, works)
-            whole = "can't keep the results of --remat keep-attention; use --remat layer"
-            require(self.remat != "keep-attention", "attention_chunks", self.attention_chunks, whole)
 
 
 def free_memory(root: Path = Path("/")) -> tuple[int, str] | None:

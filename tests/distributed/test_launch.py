@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from burst_attention.launch.join import join
 from burst_attention.launch.local import launch
-from burst_train.run.errors import SaveError
+from burst_train.run.folder import SaveError
 from tests.support.processes import is_alive
 
 

@@ -25,8 +25,7 @@ from burst_train.checkpoint.manifest import discard
 from burst_train.checkpoint.saving import Saver
 from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.cli.train import parse
-from burst_train.run.errors import SaveError
-from burst_train.run.folder import list_checkpoints, name_of
+from burst_train.run.folder import SaveError, list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError
 from burst_train.run.metrics import RunFolder, StepRecord, Summary, claim_run
 from burst_train.step.export import export

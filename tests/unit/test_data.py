@@ -13,8 +13,9 @@ from burst_train.checked import parse_json
 from burst_train.config import DataConfig, RunConfig, TrainConfig
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
-from burst_train.data.cursor import Cursor, Position
 from burst_train.data.sequences import (
+    Cursor,
+    Position,
     SequenceReader,
     TokenSequence,
     epochs_text,

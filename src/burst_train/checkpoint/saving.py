@@ -13,9 +13,8 @@ import torch
 from burst_attention.launch.local import RefusedError
 
 from ..config import TrainConfig
-from ..data.cursor import Cursor
-from ..run.errors import SaveError
-from ..run.folder import FOLDER, list_checkpoints, step_of
+from ..data.sequences import Cursor
+from ..run.folder import FOLDER, SaveError, list_checkpoints, step_of
 from ..run.interrupt import InterruptedRunError, StopRequests, reason_of
 from ..run.metrics import NEWEST, goes_on_in
 from . import files

@@ -21,8 +21,7 @@ from burst_attention.planner.rates import Rates
 from ..checked import FORMAT
 from ..config import TrainConfig, checked_settings
 from ..data.ahead import ReadAhead
-from ..data.cursor import Cursor
-from ..data.sequences import SequenceReader, TrainingStream
+from ..data.sequences import Cursor, SequenceReader, TrainingStream
 from .manifest import STATE
 from .state import Optimizer, State, set_generators
 
@@ -200,20 +199,16 @@ def restore(run: Run, state: State, cursor: Cursor) -> None:
     """Restore the result of :func:`state_of` on every rank, after the tensors; ValueError for another optimizer's."""
     _restore_optimizer(run, state.optimizer)
     run.step, run.first_loss, run.last_loss = state.step, state.losses.first, state.losses.last
-    restore_schedule(run.schedule, state.schedule.last_epoch)
+    schedule = run.schedule  # at its saved position, where it recomputes the rate
+    schedule.last_epoch = state.schedule.last_epoch - 1
+    schedule._step_count = state.schedule.last_epoch  # or torch warns that it steps before the optimizer
+    schedule.step()
     rates = state.rates and Rates.from_dict(state.rates)
     if rates and rates.measured_on and rates.measured_on.ranks == run.plan.world:
         run.plan_by(rates)  # another choice of the planner would round differently
     run.sequences = run.reader.training(cursor)
     if run.context.rank < len(state.generators):  # additional ranks have no saved state
         set_generators(state.generators[run.context.rank])
-
-
-def restore_schedule(schedule: LRScheduler, last_epoch: int) -> None:
-    """Restore the schedule's position; its rate is recomputed."""
-    schedule.last_epoch = last_epoch - 1
-    schedule._step_count = last_epoch  # or torch warns that the schedule steps before the optimizer
-    schedule.step()
 
 
 def _restore_optimizer(run: Run, saved: Optimizer) -> None:

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from ..checked import Checked, Format, Natural
-from ..data.cursor import Position
+from ..data.sequences import Position
 
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32"]  # safetensors' names
 Size = Annotated[int, Field(ge=0, lt=2**63)]

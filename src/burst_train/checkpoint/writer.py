@@ -22,8 +22,7 @@ from torch import Tensor
 
 from burst_attention.launch.join import RankContext
 
-from ..run.errors import SaveError, text_of
-from ..run.folder import FOLDER, name_of
+from ..run.folder import FOLDER, SaveError, name_of, text_of
 from .files import table_of
 from .manifest import STATE, UNFINISHED, FileEntry, discard, fingerprint, seal, write_whole
 from .shards import Pace, sync_file, write_tensors

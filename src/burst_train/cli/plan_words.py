@@ -56,15 +56,11 @@ def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
         return f"{text}. Give --device-memory to check whether it fits."
     if best.bytes is None:
         return f"{text}. No formula gives its memory: try one step."
-    added = [] if first is not None else [flags for flags, each in saving[: _index(saving, best) + 1]]
+    added = [] if first is not None else [flags for flags, _ in saving[: [each for _, each in saving].index(best) + 1]]
     remat = [f"--remat {best.remat}"] if not added and best.remat != "none" else []
     needed = f" with {' '.join(added or remat)}" if added or remat else ""
     memory = bytes_text(request.cluster.device.memory or 0)
     return f"{text}. It fits{needed}: {bytes_text(best.bytes)} of {memory} per rank."
-
-
-def _index(saving: list[tuple[str, Forecast]], best: Forecast) -> int:
-    return next(n for n, (_, each) in enumerate(saving) if each is best)
 
 
 def _does_not_fit(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
@@ -111,11 +107,9 @@ def notes(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
             yield f"{each.strategy}: not possible: {each.refused}"
     rates = request.cluster.rates
     if unmeasured := rates.source.count("estimated"):
-        what = (
-            "this hardware was not measured with this library: every figure here"
-            if unmeasured > 1
-            else ("some of these rates were not measured with this library: what depends on them")
-        )
+        what = "some of these rates were not measured with this library: what depends on them"
+        if unmeasured > 1:
+            what = "this hardware was not measured with this library: every figure here"
         yield f"Rates of {rates.name}: {rates.source}; {what} is a prediction."
     for few, many in sorted({each.standing for each in found if each.standing}):
         names = ", ".join(each.strategy for each in found if each.standing == (few, many))

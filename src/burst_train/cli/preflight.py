@@ -15,7 +15,7 @@ from ..config import TrainConfig
 from ..data.sequences import SequenceReader, epochs_text, open_sequences
 from ..data.tokenizer import BYTES
 from ..memory import binary_text, check_fits, free_memory, parts_text
-from ..parallel import FOREIGN, choose
+from ..parallel import FOREIGN, Heads, choose
 from ..presets import PRESETS
 from ..step.evaluation import EvalConfig
 
@@ -39,7 +39,8 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     config.check_world(world)
     config.check_packages()
     name, data, parallel = config.model.model, config.data, config.parallel
-    loaded = _load(name, layout=getattr(choose(**config.how), "strategy", Strategy()).layout)
+    shared = choose(**config.how)
+    loaded = _load(name, layout=getattr(shared, "strategy", Strategy()).layout)
     reader, tokenizer = open_sequences(config)
     from ..step.model import model_config
 
@@ -52,9 +53,6 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     next(read)
     if data.held_out:
         lengths |= _held_out_lengths(config, reader, max(LEAST_HELD_OUT, sharing))
-    from ..parallel import Heads
-
-    shared = choose(**config.how)
     for length in lengths:
         shared.check(Heads.of(model), length, sharing)
     _check_weights(name)
@@ -140,7 +138,6 @@ def _first_lines(
 def check_evaluation(config: EvalConfig, world: int) -> None:
     """Check that ``world`` ranks can evaluate ``config`` with a strategy or more; ValueError names the flag."""
     config.check()
-    from ..parallel import Heads
     from ..step.evaluate import nothing_to_evaluate, refusal
     from ..step.model import model_config
 

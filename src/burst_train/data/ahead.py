@@ -7,8 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .cursor import Cursor
-from .sequences import TokenSequence, TrainingStream
+from .sequences import Cursor, TokenSequence, TrainingStream
 
 
 class ReadAhead:

@@ -7,15 +7,37 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, Field
 
+from ..checked import Checked, Natural
 from ..config import TrainConfig
 from .corpus import Corpus, Document, open_corpus
-from .cursor import Cursor
 from .tokenizer import Tokenizer, open_tokenizer
 
 SHUFFLED_TOKENS = 2**20
+
+
+class Position(Checked):
+    """The part of a cursor that JSON holds."""
+
+    taken: Natural  # sequences yielded since the start of the run
+    epoch: Natural  # complete passes over all documents
+    document: Natural  # documents started in this epoch
+    used: Natural  # tokens of the last of them that are in sequences
+    digest: str  # of that document's text, in hex; empty before the first
+    order: dict[str, Any]  # the shuffle's generator
+    borders: list[list[int] | None]  # ``cu_seqlens`` of each buffered sequence
+
+
+class Cursor(Position):
+    """A position in a stream of sequences. ``waiting``: int32 [n, S], the shuffle's buffer, saved as a tensor."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    waiting: np.ndarray = Field(exclude=True)
 
 
 @dataclass(frozen=True)
@@ -149,21 +171,16 @@ class SequenceReader:
         """Yield each held-out sequence once, for every seed the same; only a sole sequence may be shorter."""
         if self.split.fraction == 0:
             return
-        documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
+        documents = (self.encode(part) for part in self._parts(self.split.held_out, np.random.default_rng(0)))
         for index, sequence in enumerate(self.sequences(documents, keep_rest=self.split.tail)):
             if index == 0 or len(sequence.tokens) == self.seq_len:
                 yield sequence
 
     def sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
         """Pack or cut documents, as the run is configured."""
-        return (
-            pack(documents, self.seq_len)
-            if self.packed
-            else split_documents(documents, self.seq_len, keep_rest=keep_rest)
-        )
-
-    def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        return (self.encode(document) for document in documents)
+        if self.packed:
+            return pack(documents, self.seq_len)
+        return split_documents(documents, self.seq_len, keep_rest=keep_rest)
 
     def encode(self, document: Document) -> np.ndarray:
         """Return a document's tokens; threads take turns."""
@@ -255,9 +272,8 @@ class TrainingStream:
                     yield self._begin(epoch, number, part, tokens)
             self.epoch_tokens = self.epoch_tokens if resumed else count
             if self.epoch_tokens == 0:
-                least = (
-                    "any text" if reader.packed else f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
-                )
+                asked = f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
+                least = "any text" if reader.packed else asked
                 raise ValueError(f"--data has no document to train on with {least}")
 
     def _begin(self, epoch: int, number: int, part: Document, tokens: np.ndarray, used: int = 0) -> np.ndarray:

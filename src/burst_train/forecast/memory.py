@@ -68,11 +68,6 @@ class Step:
         return found | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.offloaded else found
 
     @property
-    def total(self) -> int:
-        """Peak memory in bytes."""
-        return sum(self.parts().values())
-
-    @property
     def weights(self) -> int:
         """Bytes of a rank's shards, in fp32."""
         each = sum(map(self._shard, self.model.layer))
@@ -121,10 +116,8 @@ class Step:
 
     def _loss(self) -> Moment:
         m, tokens = self.model, self.batch * self.tokens
-        head, chunk = (
-            m.vocabulary * m.hidden,
-            min(max(CHUNK_ELEMENTS, tokens * m.hidden // 4) // m.vocabulary, ceil(tokens / 4)),
-        )
+        head = m.vocabulary * m.hidden
+        chunk = min(max(CHUNK_ELEMENTS, tokens * m.hidden // 4) // m.vocabulary, ceil(tokens / 4))
         logits, widened = 4 * max(1, chunk) * m.vocabulary, 4 * head * (self.io < 4)
         most = widened + max(4 * head + 2 * logits, 8 * head + logits)
         loss = most + self.io * tokens * m.hidden + 4 * chunk * m.hidden + 32 * tokens

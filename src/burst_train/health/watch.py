@@ -7,11 +7,17 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.profiler import ProfilerActivity, profile
+
+from ..run.metrics import TRACES
 
 Phase = Literal["data", "forward", "backward", "optimizer", "evaluation", "saving"]
 PATIENCE = 5.0  # seconds that rank 0 waits for reports of other ranks
@@ -136,3 +142,19 @@ def who_is_behind(step: int, heard: Mapping[int, Where], world: int) -> str:
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+@contextmanager
+def traced(out: str, step: int, rank: int) -> Iterator[None]:
+    """Record a trace of this process, including its GPU, and write it. A failure is only reported."""
+    path = Path(out) / TRACES / f"step-{step:08d}-rank-{rank:05d}.json"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities) as profiler:
+        yield
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w"):  # raises if it can't be written, which the profiler would only log
+            pass
+        profiler.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"burst train: the trace {path} could not be written: {error}\n")

@@ -16,9 +16,7 @@ from .whole import whole_attention
 SINGLE, TENSOR = "single", ("tensor", "tensor-sequence")
 FOREIGN = (SINGLE, *TENSOR)  # those whose attention is not :func:`burst_attention`
 STRATEGIES = (*NAMED, *FOREIGN)
-Parallelism = (
-    SequenceParallelism | TensorParallelism
-)  # the same loss and gradients; they differ in sharding and messages
+Parallelism = SequenceParallelism | TensorParallelism  # the same loss and gradients, other shards and messages
 
 __all__ = [
     "FOREIGN",

@@ -51,6 +51,7 @@ class Heads:
         latent = getattr(config, "qk_rope_head_dim", None)
         head_dim = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // max(1, q_heads)
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
         if latent:  # keys are projected from a latent vector, for every query head
             head_dim = config.qk_nope_head_dim + latent
         return cls(
@@ -61,7 +62,7 @@ class Heads:
             hidden=config.hidden_size,
             intermediate=getattr(config, "intermediate_size", None) or 0,
             family=config.model_type,
-            options=_options_of(config),
+            options=("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS),
         )
 
     def of_chunk(self, chunks: int) -> Heads:
@@ -76,8 +77,3 @@ class Heads:
                 f"them that divides the {self.q_heads} query heads"
             )
         return replace(self, q_heads=self.q_heads // chunks, kv_heads=max(1, self.kv_heads // chunks))
-
-
-def _options_of(config: Any) -> tuple[str, ...]:
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return ("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS)

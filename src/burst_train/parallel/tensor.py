@@ -154,7 +154,7 @@ class TensorParallelism:
         ).last_hidden_state
         if self.sequence:
             return hidden
-        whole = DTensor.from_local(hidden, _mesh_of(model), [Replicate()], run_check=False)
+        whole = DTensor.from_local(hidden, model.lm_head.weight.device_mesh, [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
     def head(self, head: Head) -> Head:
@@ -164,9 +164,8 @@ class TensorParallelism:
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return the collectives' bytes that a rank sends in (forward, backward)."""
         plan = plans[0]
-        one = (
-            (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize
-        )  # bytes of a gather or a scatter; a sum is both
+        tokens = (plan.world - 1) * batch * plan.length
+        one = tokens * heads.hidden * dtype.itemsize  # bytes of a gather or a scatter; a sum is both
         # Each layer has two sums in the forward and two in the backward. Without sequence parallelism the backward
         # also gathers the gradients of the last hidden states.
         return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
@@ -180,10 +179,6 @@ def _partial(parameter: Any) -> Tensor:
 def _alone(plan: Plan) -> Plan:
     """Return a single-rank plan of all tokens; it shares the usage record of ``plan``, which cut the shards."""
     return single_rank_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
-
-
-def _mesh_of(model: Any) -> DeviceMesh:
-    return model.lm_head.weight.device_mesh
 
 
 class _Replicated(ParallelStyle):

@@ -15,8 +15,7 @@ from burst_attention.launch.local import RefusedError
 from ..checked import Checked, Natural, parse_json, read_bytes
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
-from .errors import text_of
-from .folder import FOLDER, NEWEST, list_checkpoints, step_of
+from .folder import FOLDER, NEWEST, list_checkpoints, step_of, text_of
 from .interrupt import InterruptedRunError
 from .lock import HELD, RunFolderLock, claimed
 

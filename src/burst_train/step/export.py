@@ -20,7 +20,7 @@ from ..checkpoint.state import State
 from ..config import TrainConfig, checked_settings, with_settings
 from ..data.tokenizer import Tokenizer, first_line, open_tokenizer
 from ..parallel.body import build_empty
-from ..run.errors import text_of
+from ..run.folder import text_of
 from .lora import merge, with_adapters
 from .model import NextTokenModel
 

@@ -14,7 +14,7 @@ from ..checkpoint.saving import Saver
 from ..checkpoint.writer import all_or_raise
 from ..config import TrainConfig
 from ..data.sequences import SHUFFLED_TOKENS, epochs_text
-from ..run.errors import SaveError
+from ..run.folder import SaveError
 from ..run.interrupt import InterruptedRunError, StopRequests
 from ..run.lock import check_inputs
 from ..run.metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto

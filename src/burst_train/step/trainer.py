@@ -26,8 +26,7 @@ from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
-from ..health.trace import traced
-from ..health.watch import StepWatch
+from ..health.watch import StepWatch, traced
 from ..parallel import Heads, choose
 from ..parallel.body import windows_of
 from ..run.metrics import StepRecord, Summary
@@ -306,8 +305,7 @@ class Trainer(Run):
     def _predict_sent(self, plans: Plans) -> int:
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
         layers = [plans[window] for window in self.windows]
-        forward, backward = self.parallelism.sent(
-            layers, self.heads, batch=self.config.micro_batch[0], dtype=self.dtype
-        )
+        rows = self.config.micro_batch[0]
+        forward, backward = self.parallelism.sent(layers, self.heads, batch=rows, dtype=self.dtype)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward
