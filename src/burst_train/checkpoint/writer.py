@@ -135,16 +135,19 @@ class CheckpointWriter:
 
     def _write_shard(self, path: Path) -> None:
         """Write this rank's copies, and read them back from disk for the manifest."""
+        written = self._put(path)
+        sync_file(path)
+        self._written[path.name] = fingerprint(path, self._pace.rest)
+        if self._written[path.name].sha256 != written:
+            raise OSError(f"{path.name}: the disk returned other bytes than were written")
+
+    def _put(self, path: Path) -> str:
         places = {name: {"saved_offsets": place} for name, place in self._places.items()}
         # The format of torch.distributed.checkpoint's safetensors writer, whose reader loads it. That writer is not
         # used: it makes two more copies in memory and holds Python's lock, which would stop the training thread.
         metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
         names = {name: self._table[name].dtype for name in self._copies}
-        written = write_tensors(path, self._copies, names, metadata, self._pace)
-        sync_file(path)
-        self._written[path.name] = fingerprint(path, self._pace.rest)
-        if self._written[path.name].sha256 != written:
-            raise OSError(f"{path.name}: the disk returned other bytes than were written")
+        return write_tensors(path, self._copies, names, metadata, self._pace)
 
 
 def all_or_raise(context: RankContext, action: Callable[[], T]) -> list[T]:
