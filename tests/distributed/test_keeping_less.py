@@ -90,23 +90,6 @@ def test_compiling_changes_no_loss(pools, corpus, tmp_path, expected):
     assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
 
 
-@pytest.mark.long
-def test_a_run_that_recomputes_goes_on_to_the_same_bits(pools, corpus, tmp_path):
-    flags = {"remat": "layer", "mlp_chunks": 2, "save_every": "2"}
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    pools(2).run(train, config_of(corpus, whole, **SMALL, **flags))
-    pools(2).run(train, config_of(corpus, parted, **SMALL | {"steps": 2, "decay_steps": STEPS}, **flags))
-    pools(2).run(train, config_of(corpus, parted, **SMALL, **flags, resume="newest"))
-    assert losses(whole) == losses(parted) and len(losses(whole)) == STEPS
-
-
-@pytest.mark.slow
-def test_recomputation_may_be_taken_up_on_the_way(pools, corpus, tmp_path, expected):
-    pools(2).run(train, config_of(corpus, tmp_path, **SMALL | {"steps": 2, "decay_steps": STEPS}, save_every="2"))
-    pools(2).run(train, config_of(corpus, tmp_path, **SMALL, resume="newest", remat="keep-attention"))
-    assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
-
-
 class Largest(TorchDispatchMode):
     """Record the largest tensor whose last dim is the vocabulary, except the head's weight [width, vocabulary]."""
 

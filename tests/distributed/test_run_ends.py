@@ -30,7 +30,7 @@ from burst_train.run.interrupt import InterruptedRunError
 from burst_train.run.metrics import RunFolder, StepRecord, Summary, claim_run
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
-from tests.distributed.test_saving import Reporter, end_at, steps_saved
+from tests.distributed.test_saving import Reporter, end_at, steps_saved, train_scripted
 from tests.distributed.test_train_command import command, environment
 from tests.support.training import config_of, losses, write_corpus
 
@@ -338,15 +338,6 @@ def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_pa
 
 
 # What is said of steps, and of the best
-
-
-def train_scripted(config, held_out):
-    evaluate = Trainer.evaluate
-    Trainer.evaluate = lambda self: (held_out[self.step], 10)
-    try:
-        return train(config)
-    finally:
-        Trainer.evaluate = evaluate
 
 
 @pytest.mark.long

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -30,7 +28,6 @@ from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
 from tests.support.checkpoints import state_at
 from tests.support.training import config_of, losses, weights, write_corpus
-from tests.tools.survive import ROOT
 
 LONG = 60.0  # seconds that a test waits for what comes at once
 
@@ -285,30 +282,6 @@ def train_noting(config):
     return reporter.notes
 
 
-def train_until_late(config, seconds):
-    """The third step takes until the deadline is near; returns how the run ended."""
-    began = time.monotonic()
-    reporter = Reporter(lambda record: time.sleep(max(0.0, began + seconds - time.monotonic()) * (record.step == 3)))
-    try:
-        train(config, [reporter])
-    except InterruptedRunError as interrupted:
-        return interrupted.reason, interrupted.step, interrupted.status
-    return None
-
-
-@pytest.mark.long
-def test_a_deadline_has_a_run_save_and_it_goes_on_to_the_same_bits(pools, corpus, tmp_path):
-    pools(2).run(train, config_of(corpus, tmp_path / "whole", steps=7))
-    config = config_of(corpus, tmp_path / "run", steps=7, deadline=3.0)
-    ended = pools(2).run(train_until_late, config, 2.0)
-    (reason, step, status), other = ended
-    assert (reason, step, status) == other and reason == "--deadline" and step < 7 and status == 75
-    assert steps_saved(tmp_path / "run") == [step]
-    pools(2).run(train, replace(config, run=replace(config.run, resume="newest", deadline=None)))
-    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "run")
-    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 class Alone:
     """A context of one rank without communication."""
 
@@ -390,60 +363,6 @@ def test_a_clock_of_the_day_that_jumps_back_changes_nothing(tmp_path, monkeypatc
     assert not requests.asked(1.0) and requests.asked(3700.0) and not real._is_due()
     monkeypatch.setattr(time, "time", lambda: began + 10 * 24 * 3600)
     assert not requests.asked(1.0) and not real._is_due()
-
-
-DISK = """
-import os, sys, threading
-from pathlib import Path
-import torch.distributed as dist
-from burst_train.step.loop import train
-from tests.distributed.test_saving import Reporter, names
-from tests.support.training import config_of
-corpus, disk, meeting = sys.argv[1:]
-os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-dist.init_process_group("gloo", init_method="file://" + meeting, rank=0, world_size=1)
-def at(record):
-    if record.step == 3:  # once the second step's is written there is no room left
-        [thread.join() for thread in threading.enumerate() if thread.name == "save 2"]
-        room = os.statvfs(disk)
-        Path(disk, "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - 200_000))
-    if record.step == 5:  # once the fourth step's has met that
-        [thread.join() for thread in threading.enumerate() if thread.name == "save 4"]
-        Path(disk, "ballast").unlink()
-reporter = Reporter(at)
-train(config_of(corpus, disk + "/run", steps=7, save_every="2", keep=5, eval_every=0, held_out=0.0), [reporter])
-print("notes", [note for note in reporter.notes if "Training waits" not in note])
-print("kept", names(disk + "/run"))
-assert not os.system("mount -o remount,ro " + disk)
-try:
-    train(config_of(corpus, disk + "/run", steps=1, overwrite=True))
-except ValueError as error:
-    print("refused", error)
-"""
-
-
-@pytest.mark.long
-def test_a_disk_that_is_full_or_read_only_is_reported(corpus, tmp_path):
-    disk, script = tmp_path / "disk", tmp_path / "disk.py"
-    disk.mkdir()
-    script.write_text(DISK)
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare, which makes a mount namespace")
-    words = [sys.executable, str(script), corpus, str(disk), str(tmp_path / "meeting")]
-    mounted = f'mount -t tmpfs -o size=128m none {disk} || exit 77; exec "$@"'
-    result = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mounted, "sh", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if result.returncode == 77 or result.stderr.startswith("unshare:"):
-        pytest.skip(f"mounting in a separate namespace is not allowed here: {result.stderr.strip()}")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "notes ['the checkpoint after step 4 could not be written: rank 0: No space left on device" in result.stdout
-    assert "kept ['step-00000002', 'step-00000006', 'step-00000007']" in result.stdout, result.stdout
-    assert "refused --out" in result.stdout and "can't be written to: Read-only file system" in result.stdout
 
 
 @pytest.mark.long

@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(co
     assert reported.splitlines()[-1] == last, reported
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     shared = command(corpus, tmp_path, "--ranks", "1", "--steps", "100000", "--deadline", "4")
     process = start("-m", "burst_attention.cli", *shared)

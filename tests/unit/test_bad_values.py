@@ -68,7 +68,7 @@ TABLE = {
         compile: --strategy tensor ; held-out: -1 | 1 | nan ; held-out-sequences: 0 | HUGE ; ranks: 0 | HUGE
         data-parallel: 0 | HUGE ; strategy: '' | usp:0 | usp:3 | ulysses_degree=0 | layout=around | größer
         timeout: 0 | inf ; peak-tflops: 0 | nan | inf ; lr: 0 | nan | 1e-400
-        min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | HUGE ; weight-decay: -1 | inf
+        dtype: fp16 | bf16 ; min-lr: -1 | 2 | nan ; warmup: -1 | HUGE ; decay-steps: 0 | HUGE ; weight-decay: -1 | inf
         beta1: 1 | -1 ; beta2: nan ; eps: 0 | inf ; clip: -1 | nan ; batch: 0 | HUGE
         accumulate: 0 | HUGE
     """,
