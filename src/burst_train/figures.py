@@ -5,6 +5,14 @@ from __future__ import annotations
 _LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
+def scaled(value: float, unit: str) -> str:
+    """Format ``value`` with a unit prefix that leaves a number from 1 to 1000; thousands are ``k``."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(_LARGE) - 1:
+        value, power = value / 1000, power + 1
+    return f"{digits(value)} {_LARGE[power]}{unit}"
+
+
 def digits(value: float) -> str:
     """Format with three significant digits: no exponent, no trailing zeros, integers in full."""
     if value == 0:
@@ -29,10 +37,7 @@ def seconds_text(value: float) -> str:
 
 def bytes_text(value: float) -> str:
     """Format bytes in powers of 1000, as vendors state device memory and bandwidth: 80 GB."""
-    power = 0
-    while value >= 999.5 and power < len(_LARGE) - 1:
-        value, power = value / 1000, power + 1
-    return f"{digits(value)} {_LARGE[power]}B"
+    return scaled(value, "B")
 
 
 def tokens_text(value: int) -> str:

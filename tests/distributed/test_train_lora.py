@@ -135,7 +135,7 @@ def test_what_can_not_be_adapted_is_refused_before_the_start(corpus, llama, tmp_
         with pytest.raises(ValueError, match=why):
             check_run(lora_config(corpus, tmp_path, **{"model": llama} | changes), 2)
     with (
-        mock.patch("burst_train.step.lora.find_spec", return_value=None),
+        mock.patch("burst_train.config.find_spec", return_value=None),
         pytest.raises(ValueError, match=r"--lora 4 needs PEFT: pip install 'burst-attention\[trainer\]'"),
     ):
         check_run(lora_config(corpus, tmp_path, llama), 2)

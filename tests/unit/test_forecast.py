@@ -19,7 +19,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.presets import preset
 from burst_attention.testing import local_world
-from burst_train.figures import bytes_text, seconds_text, tokens_text
+from burst_train.figures import bytes_text, scaled, seconds_text, tokens_text
 from burst_train.forecast import buffers as buffers_module
 from burst_train.forecast.attention import (
     AttentionStrategy,
@@ -368,6 +368,7 @@ def test_calls_with_sinks_keep_no_results() -> None:
 
 
 def test_figures_are_for_people() -> None:
+    assert [scaled(value, "FLOP") for value in (8.19e15, 0, 999.6e9)] == ["8.19 PFLOP", "0 FLOP", "1 TFLOP"]
     given = {1.4e9: "1.4 GB", 123: "123 B", 80e9: "80 GB", 1_000_000: "1 MB", 0: "0 B", 999.6e9: "1 TB"}
     assert [*map(bytes_text, given)] == [*given.values()]
     assert [seconds_text(x) for x in (0.023, 2e-6, 1.5, 130, 9000, 3e5)] == [
