@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, burst_attention, make_plan
-from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.dissemination import NO_RANK, Summary, rounds
+from burst_attention.comm.agreement import NO_RANK, Agreement, Summary, rounds
 from burst_attention.comm.local import LocalGroup, LocalTransport
 from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, Transport, pack
 from burst_attention.testing import local_world

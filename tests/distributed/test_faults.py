@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from burst_attention import Hardware, Mask, Plan, Strategy, burst_attention, make_plan
-from burst_attention.attention import prepare
+from burst_attention.attention import call as attention_call
 from burst_attention.comm.transport import Pending, Receive
 from burst_attention.kernels.aten import Aten, CpuFlash
 from burst_attention.kernels.reference import Reference
@@ -225,7 +225,7 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
                     end()
                 return super().backward(*arguments, **options)
 
-        prepare.choose = lambda *_, **__: Mortal(CpuFlash())  # this process is not used again
+        attention_call.choose = lambda *_, **__: Mortal(CpuFlash())  # this process is not used again
     call = (lambda: burst_attention(q, k, v, plan)) if when == "before a call" else (lambda: out.sum().backward())
     first = caught(call)
     second = caught(burst_attention, q, k, v, plan)
@@ -288,7 +288,7 @@ def test_backwards_in_different_orders_never_meet(kind: str) -> None:
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=["fails", "interrupted"])
 def test_a_rank_that_ends_in_the_sweep_knows_it(monkeypatch, error: BaseException) -> None:
     """A rank's backward runs out of memory or is interrupted; its process survives, and calls again."""
-    real = prepare.choose
+    real = attention_call.choose
 
     class Poor(Reference):
         def backward(self, *_: Any, **__: Any):
@@ -302,7 +302,7 @@ def test_a_rank_that_ends_in_the_sweep_knows_it(monkeypatch, error: BaseExceptio
         out = burst_attention(*tensors(plan), plan)
         plan.exchange_small([0.0])
         plan.transport.timeout = 2
-        monkeypatch.setattr(prepare, "choose", choose)
+        monkeypatch.setattr(attention_call, "choose", choose)
         try:
             first = caught(out.sum().backward)
         except KeyboardInterrupt:

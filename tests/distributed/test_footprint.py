@@ -12,8 +12,7 @@ from torch import Tensor
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.footprint import LiveBytes, example, peak_of
 from burst_attention.attention.sweep import sweep
-from burst_attention.kernels.contract import BackwardInputs
-from burst_attention.kernels.merge import blank_output
+from burst_attention.kernels.contract import BackwardInputs, blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.tile import Tiles

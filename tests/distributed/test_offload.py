@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Plan, burst_attention, make_plan
 from burst_attention.memory.disk import DiskStore
+from burst_attention.memory.host import OffloadError
 from burst_attention.memory.offload import Offloading, offloading
-from burst_attention.memory.store import OffloadError
 from burst_attention.testing import local_world
 from tests.support.processes import files_in_use
 

@@ -12,7 +12,7 @@ from burst_attention import Mask, Strategy
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.integrations import hf
-from burst_attention.launch.mesh import make_mesh
+from burst_attention.launch.join import make_mesh
 from burst_attention.plan.strategy import ALIASES, NAMED, strategy_of, text_of
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2

@@ -11,8 +11,7 @@ import torch
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs, Measuring
-from burst_attention.kernels.prove import check_against_reference
-from burst_attention.kernels.remembered import Remembered
+from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from burst_bench import command as bench
 
-from burst_attention.attention.prepare import DTYPES
+from burst_attention.attention.call import DTYPES
 from burst_attention.cli import check
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.layout import LAYOUTS

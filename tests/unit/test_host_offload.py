@@ -12,9 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention.memory import host
-from burst_attention.memory.host import HostStore, PinnedMemory
+from burst_attention.memory.host import HostStore, OffloadError, PinnedMemory
 from burst_attention.memory.offload import Offloading
-from burst_attention.memory.store import OffloadError
 
 LAYERS, SIZE = 16, 3000
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 
 from burst_attention import Mask
 from burst_attention.kernels import choose
-from burst_attention.kernels.contract import BackwardInputs, finite_lse
-from burst_attention.kernels.merge import blank_output, merge_
-from burst_attention.kernels.pieces import SMALL, split_into_pieces
-from burst_attention.kernels.surrogate import appended_columns, backward_calls, surrogate_output
+from burst_attention.kernels.aten import SMALL, split_into_pieces
+from burst_attention.kernels.contract import BackwardInputs, blank_output, finite_lse, merge_
+from burst_attention.kernels.stock import appended_columns, backward_calls, surrogate_output
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
 from burst_attention.testing import attend, dense_attention

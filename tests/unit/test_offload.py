@@ -17,8 +17,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention.memory.disk import DiskStore, DiskTicket, Space
+from burst_attention.memory.host import OffloadError
 from burst_attention.memory.offload import Offloading, offloading
-from burst_attention.memory.store import OffloadError
 from tests.support.processes import files_in_use
 
 LAYERS, TOKENS, WIDTH = 6, 300, 64

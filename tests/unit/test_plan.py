@@ -331,7 +331,7 @@ class Simulation:
             assert set(self.held[rank]) - set(program.kept.values()) == own, "foreign shards kept"
             assert set(self.sums[rank]) <= own, "foreign results kept"
             for side in direction.returns:
-                for part, place in enumerate(program.home(side)):
+                for part, place in enumerate(program.home[side]):
                     groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
                     home = self.sums[rank].get(place, [Counter()] * len(self.own[side][rank]))
                     for position, got in zip(self.own[side][rank], home, strict=True):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_rates
-from burst_attention.kernels.pieces import split_into_pieces
+from burst_attention.kernels.aten import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups

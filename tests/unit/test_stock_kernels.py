@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from burst_attention import Mask, burst_attention, kernels, make_plan
-from burst_attention.attention import prepare
+from burst_attention.attention import call as attention_call
 from burst_attention.kernels import aten, choose, cudnn_graphs, explain, flash, prove, windowed
 from burst_attention.kernels.cudnn_graphs import CudnnGraphs
-from burst_attention.kernels.prove import check_against_reference
+from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
-from burst_attention.kernels.remembered import Remembered
-from burst_attention.kernels.surrogate import surrogate_output
+from burst_attention.kernels.stock import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import attend
@@ -384,7 +383,7 @@ def test_calls_give_it_a_positive_scale(name, scale, installed, monkeypatch):
         run = getattr(kernel, each)
         keep = lambda *a, run=run, **more: (given.append(a[-1]), run(*a, **more))[1]  # noqa: E731
         object.__setattr__(kernel, each, keep)
-    monkeypatch.setattr("burst_attention.attention.prepare.choose", lambda *_, **__: kernel)
+    monkeypatch.setattr("burst_attention.attention.call.choose", lambda *_, **__: kernel)
     plan = make_plan(40, mask=Mask(window=9))
     q, k, v, dout = inputs(40, 40, 16, 16)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -777,9 +776,9 @@ def test_flash_attention_adds_in_a_fixed_order_only_if_asked(installed, asked):
 
 def test_the_kernel_of_a_call_follows_its_mask(monkeypatch):
     seen = []
-    monkeypatch.setattr(prepare, "choose", lambda name, **options: seen.append(options))
+    monkeypatch.setattr(attention_call, "choose", lambda name, **options: seen.append(options))
     for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=range(101))):
-        prepare.kernel_for("auto", mask, device=CPU, dtype=torch.float32, head_dims=(8, 8))
+        attention_call.kernel_for("auto", mask, device=CPU, dtype=torch.float32, head_dims=(8, 8))
     assert [(each["banded"], each["documents"]) for each in seen] == [(False, 1), (True, 1), (False, 100)]
 
 

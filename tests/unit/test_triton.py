@@ -11,8 +11,7 @@ import torch
 
 from burst_attention import Mask
 from burst_attention.kernels import choose
-from burst_attention.kernels.contract import BackwardInputs
-from burst_attention.kernels.merge import blank_output, merge_
+from burst_attention.kernels.contract import BackwardInputs, blank_output, merge_
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check, local_world
@@ -24,7 +23,7 @@ pytest.importorskip("triton")
 kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
 if not kernel_module.interpreted():
     pytest.skip("on a GPU tests/gpu runs the compiled kernels", allow_module_level=True)
-from burst_attention.kernels.remembered import Remembered  # noqa: E402
+from burst_attention.kernels.prove import Remembered  # noqa: E402
 from burst_attention.kernels.triton.blocks import meetings  # noqa: E402
 from burst_attention.kernels.triton.tuning import Sizes, Trial, Tuner, alike, candidates, fixed_sizes, kind_of  # noqa: E402
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ..kernels import choose
-from ..kernels.contract import Kernel
-from ..kernels.merge import merge_
+from ..kernels.contract import Kernel, merge_
 from ..plan.groups import WHOLE
 from ..plan.strategy import Strategy
 from ..plan.tile import Tile

@@ -1,39 +1,51 @@
-"""The public call, and the torch operator behind it: what compilers and activation checkpointing see.
+"""One call from entry to result: :func:`burst_attention`, its checks, and the torch operator behind it.
 
 ``burst_attention::attend`` returns (out, lse, settled, ...), ``burst_attention::attend_backward`` the gradients.
-Compilers don't trace into either: both hold agreements, exchanges and tiles. An operator's schema has no plans, so it
-takes a plan's handle.
+Compilers and activation checkpointing see the two and don't trace into either: both hold agreements, exchanges and
+tiles. An operator's schema has no plans, so it takes a plan's handle.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ..kernels.precision import accumulation_dtype, converted
-from ..plan.rows import Side
-from .derivatives import check_transforms, refuse_second
-from .passes import cache
-from .plan import Plan, plan_of
-from .prepare import (
+from ..comm.link import real
+from ..kernels import choose
+from ..kernels.contract import DTYPES, Kernel, accumulation_dtype, converted, finite_lse, wire_dtype
+from ..plan.groups import Groups
+from ..plan.mask import Mask
+from ..plan.program import Program
+from ..plan.rows import Direction, Side
+from .hardware import shape_of
+from .passes import (
     SETTLED,
+    Backward,
+    Forward,
+    ResolvedCall,
     Settled,
-    caches_results,
-    check_types,
+    Tensors,
+    cache,
+    check_transforms,
+    dense_rows,
+    is_dtensor,
     lost_rows,
-    prepare_backward,
-    prepare_forward,
+    refuse_second,
     rounded_gradients,
     row_delta,
-    shared_fields,
+    signless,
     sink_gradient,
-    split_heads,
     with_lost_rows,
     with_sinks,
 )
+from .plan import Plan, plan_of, split_key
 from .sweep import sweep
 
 
@@ -115,7 +127,8 @@ def burst_attention(
         wanted = gradients_wanted(q, k, v, sinks)
         heads, cached_rows = split_heads(q, k, v, plan)
         cached_rows = cached_rows if wanted else 0
-        results = caches_results(heads, cached_rows, plan.world, sinks=sinks, return_lse=bool(return_lse))
+        # A gradient of lse changes D, and the gradient of sinks needs D at home.
+        results = cached_rows > 0 and heads == plan.world and sinks is None and not return_lse
     out, lse, *_ = attend(
         q,
         k,
@@ -140,7 +153,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 18
+FORMULA_VERSION = 19
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -149,6 +162,237 @@ def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = Non
         return 0
     wanted = QUERY * q.requires_grad + KEY * k.requires_grad + VALUE * v.requires_grad
     return wanted if sinks is None else wanted + SINKS * sinks.requires_grad
+
+
+def check_types(
+    q: Any, k: Any, v: Any, scale: Any, kernel: Any, *, softcap: Any = None, sinks: Any = None
+) -> tuple[float | None, float | None]:
+    """Return (scale, softcap) as floats; raise TypeError or ValueError for arguments that an operator can't take."""
+    for name, x in (("q", q), ("k", k), ("v", v), *([] if sinks is None else [("sinks", sinks)])):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+        if is_dtensor(x):
+            raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
+    number, cap = check_scale(scale, q.dtype), check_softcap(softcap, q.dtype)
+    if not isinstance(kernel, str):
+        raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
+    if sinks is not None:
+        check_sinks(sinks, q)
+    return number, cap
+
+
+def check_softcap(softcap: Any, dtype: torch.dtype) -> float | None:
+    """Return the soft cap of a call with ``dtype`` inputs as a float, or None."""
+    number = None if softcap is None else real(softcap)
+    bounds = torch.finfo(accumulation_dtype(dtype))
+    if softcap is not None and (number is None or not bounds.tiny <= number <= bounds.max / 2):
+        raise ValueError(
+            f"softcap={softcap!r} must be a number from {bounds.tiny:.3g} to {bounds.max / 2:.3g}, or None for none"
+        )
+    return None if number is None else float(number)
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``sinks`` holds one logit for each head of ``q``."""
+    if not sinks.dtype.is_floating_point or sinks.device != q.device:
+        raise TypeError(f"sinks is {sinks.dtype} on {sinks.device}; it must be floating point on {q.device}, as q is")
+    if q.ndim == 4 and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}; it must be [{q.shape[1]}], one logit a query head")
+
+
+def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
+    """Return the scale of a call with ``dtype`` inputs as a float, or None."""
+    if scale is None:
+        return None
+    number = real(scale)
+    if number is None or not abs(number) <= sys.float_info.max:
+        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head dim)")
+    wide = accumulation_dtype(dtype)
+    # Kernels also use scale * log2(e), which must be finite too.
+    least, most = torch.finfo(wide).tiny, torch.finfo(wide).max / 2
+    if number and not least <= abs(number) <= most:
+        raise ValueError(
+            f"scale={scale!r} is too {'small' if abs(number) < least else 'large'} for {wide}, in which scores are "
+            f"computed. Use 0, or a size from {least:.3g} to {most:.3g}"
+        )
+    return float(number)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int, keys: int | None = None) -> None:
+    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens."""
+    of_keys = (length, "tokens", "plan.shard") if keys is None else (keys, "keys", "plan.shard_keys")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        rows, held, remedy = (length, "tokens", "plan.shard") if name == "q" else of_keys
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be equal")
+        if x.shape[2] != rows and x.shape[1] == rows:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, with this rank's {rows} tokens in dim 1; it must be "
+                f"[batch, heads, S_local, head dim]: pass {name}.transpose(1, 2)"
+            )
+        if x.shape[2] != rows:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, but this rank holds {rows} {held} (dim 2); cut it with {remedy}"
+            )
+        if 0 in (x.shape[0], x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; only the number of tokens (dim 2) may be 0")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has shape {list(x.shape)}, q {list(q.shape)}; their batch (dim 0) must be equal")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; they must be equal")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}; they must be equal")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the {k.shape[1]} heads of k and v")
+
+
+def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
+    """Return a call's Ulysses degree, and how many rows of its sequence group this rank caches."""
+    if plan.world == 1 or plan.schedule.strategy.ulysses_degree == 1:
+        return 1, 0
+    check_tensors(q, k, v, plan.length, plan.keys_apart)
+    # index() makes a compiler treat these sizes as constants.
+    heads = operator.index(q.shape[1]), operator.index(k.shape[1])
+    dims = operator.index(q.shape[3]), operator.index(v.shape[3])
+    known = plan.splits.get(split_key(*heads, *dims, q.dtype.itemsize, wire_dtype(q.dtype).itemsize))
+    if known is not None:
+        return operator.index(known[0]), known[1]
+    return _split_heads(plan.handle_text, str(q.dtype), *heads, *dims)
+
+
+def _split_heads(
+    handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int
+) -> tuple[int, int]:
+    """Choose as :func:`split_heads` does, from what a compiler knows of a call; the batch does not matter."""
+    plan, key = plan_of(int(handle)), (dtype, q_heads, kv_heads, head_dim, v_head_dim)
+    if key not in plan.resolved:
+        sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+        plan.resolved[key] = plan.split(shape_of(getattr(torch, dtype.removeprefix("torch.")), batch=1, **sizes))
+    found: tuple[int, int] = plan.resolved[key]
+    return found
+
+
+# As torch.compiler.assume_constant_result does, whose import loads the compiler: tracing need not enter arrays.
+setattr(_split_heads, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def kernel_for(
+    name: str,
+    mask: Mask,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    softcap: float | None = None,
+) -> Kernel:
+    """Return the kernel that a call under ``mask`` uses."""
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "head_dims": head_dims, "softcap": softcap}
+    return choose(name, documents=mask.parts, banded=mask.window is not None, **how)
+
+
+def shared_fields(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, call: ResolvedCall, wanted: list[bool], sinks: Tensor | None
+) -> dict[str, Any]:
+    """What all ranks must pass equally. The values of ``sinks`` are a parameter's, which ranks keep equal."""
+    return {
+        **plan.schedule.description,
+        "batch": q.shape[0],
+        "query heads": q.shape[1],
+        "key-value heads": k.shape[1],
+        "head dim": q.shape[3],
+        "value head dim": v.shape[3],
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        "scale": call.scale,
+        "circulate": call.circulate,
+        "ulysses_degree": call.groups.query,
+        "cache_qkv": call.groups.keep,
+        "chunks": call.groups.chunks,
+        "gather_kv": call.groups.gather,
+        "kernel": call.kernel.name,
+        "softcap": call.softcap,
+        "sinks": None if sinks is None else str(sinks.dtype),
+        "gradients wanted by q, k, v, sinks": wanted,
+    }
+
+
+def prepare_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float | None,
+    kernel: str,
+    heads: int,
+    softcap: float | None = None,
+    keeping: Tensors | None = None,
+) -> tuple[Program, Forward, ResolvedCall]:
+    """Check a call, and return its program, its pass and its resolved arguments."""
+    if heads == 1:  # split_heads has checked the others
+        check_tensors(q, k, v, plan.length, plan.keys_apart)
+    plan.transport.check_device(q.device)
+    sizes: dict[str, Any] = {"q_heads": q.shape[1], "kv_heads": k.shape[1]}
+    head_dims, kind, ordered = (q.shape[3], v.shape[3]), kept(keeping), torch.are_deterministic_algorithms_enabled()
+    key = (kernel, softcap, heads, *kind.values(), q.shape[0], *sizes.values(), *head_dims, q.dtype, q.device, ordered)
+    if key not in plan.resolved:
+        groups = Groups.of(heads, **sizes, **kind)
+        chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
+        shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
+        groups, circulate = plan.settle(shape, groups)
+        plan.resolved[key] = chosen, groups, circulate, plan.schedule.program(circulate, Direction.FORWARD, groups)
+    chosen, groups, circulate, program = plan.resolved[key]
+    call = ResolvedCall(1 / math.sqrt(q.shape[3]) if scale is None else scale, circulate, groups, chosen, softcap)
+    q, k, v = map(dense_rows, (q, k, v))
+    q, positive = signless(q, call.scale)
+    return program, Forward(q, k, v, positive, chosen, groups, keeping), call
+
+
+def prepare_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: tuple[Tensor, Tensor] | None,
+    plan: Plan,
+    forward: Settled,
+    *,
+    heads: int,
+    kv_heads: int,
+    keeping: Tensors | None = None,
+    results: Tensors | None = None,
+) -> tuple[Program, Backward]:
+    """Return the program and the pass of a call's backward."""
+    plan.transport.check_device(q.device)
+    head_dims, kind = (q.shape[3], v.shape[3]), kept(keeping)
+    settled = forward.kernel, forward.softcap, forward.circulate, forward.chunks, forward.gather
+    key = (*settled, heads, *kind.values(), q.shape[1], kv_heads, *head_dims, q.dtype, q.device)
+    if key not in plan.resolved:
+        how: dict[str, Any] = {"device": q.device, "dtype": q.dtype, "head_dims": head_dims}
+        kernel = kernel_for(forward.kernel, plan.mask, **how, softcap=forward.softcap)
+        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, chunks=forward.chunks, **kind)
+        groups = replace(groups, gather=forward.gather)
+        program = plan.schedule.program(forward.circulate, Direction.BACKWARD, groups)
+        plan.resolved[key] = kernel, groups, forward.circulate, program
+    kernel, groups, _, program = plan.resolved[key]
+    dout, q, k, v = map(dense_rows, (dout, q, k, v))
+    q, scale = signless(q, forward.scale)  # the cached q has its sign already
+    packed = None if stats is None else torch.stack((finite_lse(stats[0]), stats[1]), -1)
+    if keeping is not None and len(keeping) > 3:
+        keeping = *keeping[:4], finite_lse(keeping[4])
+    if results is not None:
+        results = results[0], finite_lse(results[1])
+    work = Backward(dout, q, k, v, packed, scale, kernel, plan.world == 1, groups, keeping, results, forward.of_lse)
+    return program, work
+
+
+def kept(keeping: Tensors | None) -> dict[str, bool]:
+    """Return what a call caches, as arguments of :meth:`Groups.of`."""
+    return {"keep": keeping is not None, "results": len(keeping or ()) > 3}
 
 
 @torch.library.custom_op("burst_attention::attend", mutates_args=())
@@ -171,7 +415,7 @@ def attend(
     """Compute the forward.
 
     in:     q [B, Hq, S_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv]: this rank's shards. sinks [Hq].
-            ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.prepare.split_heads`.
+            ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.call.split_heads`.
             ``wanted``: :func:`gradients_wanted`. ``formula_version``: :data:`FORMULA_VERSION`.
     out:    O = softmax(scale Q K' + mask) V over all shards, where a soft cap c makes each score s c tanh(s / c).
             L = logsumexp(scale Q K' + mask). Sinks join both: :func:`with_sinks`.
@@ -191,7 +435,7 @@ def attend(
         keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
         program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
-        fields = {**shared_fields(q, k, v, call, wants, sinks), "return_lse": return_lse}
+        fields = {**shared_fields(q, k, v, plan, call, wants, sinks), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields, once=True)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
@@ -262,20 +506,8 @@ def attend_backward(
 
 
 @attend.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    handle: int,
-    scale: float | None,
-    softcap: float | None,
-    kernel: str,
-    heads: int,
-    cached_rows: int,
-    cached_results: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, *others: Any) -> tuple[Tensor, ...]:
+    *_, heads, cached_rows, cached_results, _, _, _ = others
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     kept = cache(q, k, v, heads, cached_rows, results=cached_results)
@@ -284,28 +516,16 @@ def _(
 
 @attend_backward.register_fake
 def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    settled: Tensor,
-    handle: int,
-    heads: int,
-    cached_rows: int,
-    cached_results: bool,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, out: Any, lse: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    *_, cached_rows, _, kv_heads = others
     # The cache has other heads and rows than q, k and v. With a cache, keys are as many as queries.
     counts = dout.shape[1], kv_heads, kv_heads
-    dq, dk, dv = (
+    grads = (
         x.new_empty(dout.shape[0], n, dout.shape[2] if cached_rows else x.shape[2], x.shape[3])
         for x, n in zip((q, k, v), counts, strict=True)
     )
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *grads, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ..comm.transport import Transport
 from ..kernels import choose
-from ..kernels.contract import Kernel
-from ..kernels.merge import blank_output, merge_
-from ..kernels.precision import accumulation_dtype, converted
+from ..kernels.contract import Kernel, accumulation_dtype, blank_output, converted, merge_
 from ..plan.tile import Tiles
-from .prepare import with_sinks
+from .passes import with_sinks
 
 
 @dataclass(frozen=True, eq=False)

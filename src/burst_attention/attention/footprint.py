@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.transport import Operation, Transport
-from ..kernels.contract import BackwardInputs
-from ..kernels.merge import blank_output
-from ..kernels.precision import accumulation_dtype
+from ..kernels.contract import BackwardInputs, accumulation_dtype, blank_output
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction

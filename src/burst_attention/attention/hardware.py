@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
+from ..kernels.contract import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.cost import Shape
 from ..planner.planner import Remat
 from ..planner.presets import preset, usual

@@ -19,26 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..kernels.precision import accumulation_dtype
+from ..kernels.contract import accumulation_dtype
 from ..plan.program import Program
 from ..plan.rows import Side
-from .derivatives import differentiable_once
-from .passes import Pass, Tensors
-from .plan import Plan
-from .prepare import (
+from .call import check_types, prepare_backward, prepare_forward, shared_fields, split_heads
+from .passes import (
+    Pass,
     Settled,
-    check_types,
+    Tensors,
+    differentiable_once,
     lost_rows,
-    prepare_backward,
-    prepare_forward,
     rounded_gradients,
     row_delta,
-    shared_fields,
     sink_gradient,
-    split_heads,
     with_lost_rows,
     with_sinks,
 )
+from .plan import Plan
 from .sweep import sweeps
 
 Stretches = tuple[tuple[int, int], ...]  # (first row, row behind the last) of a weight; empty: all rows
@@ -173,7 +170,7 @@ class _Call:
             program, work, resolved = prepare_forward(
                 q, k, v, plan, scale=scale, softcap=cap, kernel=call.kernel, heads=self._degree
             )
-            fields = shared_fields(q, k, v, resolved, [wanted] * 4, call.sinks)
+            fields = shared_fields(q, k, v, plan, resolved, [wanted] * 4, call.sinks)
             fields["chunks of heads"] = self._projection.chunks
         if chunk == 0:
             plan.agreement.agree("burst_attention", fields, once=True)

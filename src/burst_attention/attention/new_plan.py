@@ -33,9 +33,8 @@ from .hardware import (
     this_machine,
     usual_rates,
 )
-from .plan import MOST_TOKENS, Plan, check_seqlen, exchange_small
+from .plan import MOST_TOKENS, Plan, Usage, check_seqlen, exchange_small
 from .probe import measured
-from .usage import Usage
 
 MOST_SOURCE = 200  # characters of where rates come from, in the record that all ranks get
 

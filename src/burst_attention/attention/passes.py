@@ -1,21 +1,38 @@
-"""Forward and backward as the sweep sees them.
+"""Forward and backward as the sweep sees them, the last steps of both, and which derivatives there are.
 
 Each pass defines what circulates, what a pair of shards yields, and how to combine partial results. A forward merges
 (out, lse) by online softmax. A backward adds up gradients. Each also defines the dtypes of results on the wire.
+
+All derivatives except one backward are refused. For some of the others torch would silently return zeros: an operator
+drops forward-mode tangents. A function marked ``once_differentiable`` has no graph for its gradients:
+``torch.autograd.functional.jvp``, which differentiates twice, then returns zeros.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..kernels.contract import BackwardInputs, Continuing, Kernel
-from ..kernels.merge import add_, blank_output, merge_
-from ..kernels.precision import accumulation_dtype, wire_dtype
+from ..kernels import KERNELS
+from ..kernels.contract import (
+    BackwardInputs,
+    Continuing,
+    Kernel,
+    accumulation_dtype,
+    add_,
+    blank_output,
+    converted,
+    merge_,
+    row_dot,
+    wire_dtype,
+)
+from ..plan.assignment import CIRCULATIONS
 from ..plan.groups import WHOLE, Groups
 from ..plan.rows import Direction, Payload, Side
 from ..plan.tile import Tiles
@@ -49,6 +66,7 @@ class Forward:
     """
 
     direction: ClassVar[Direction] = Direction.FORWARD
+    returns: ClassVar[tuple[Side, ...]] = direction.returns
 
     q: Tensor
     k: Tensor
@@ -119,6 +137,7 @@ class Backward:
     """
 
     direction: ClassVar[Direction] = Direction.BACKWARD
+    returns: ClassVar[tuple[Side, ...]] = direction.returns
 
     dout: Tensor
     q: Tensor
@@ -169,7 +188,8 @@ class Backward:
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        like = part_of((self.q,) if side is Side.QUERY else (self.k, self.v), self.groups.count(side), 0)
+        own, parts = ((self.q,), self.groups.query) if side is Side.QUERY else ((self.k, self.v), self.groups.key)
+        like = part_of(own, parts, 0)
         made = zip(like, dtypes, strict=True)
         return tuple(x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype) for x, dtype in made)
 
@@ -189,3 +209,184 @@ class Backward:
 
 
 Pass = Forward | Backward
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedCall:
+    """A call without its tensors, with ``None`` and ``auto`` resolved."""
+
+    scale: float
+    circulate: str
+    groups: Groups
+    kernel: Kernel
+    softcap: float | None
+
+
+SETTLED = 8  # numbers of a packed :class:`Settled`
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The forward's decisions, as an output tensor: only tensors reach the backward of a compiled graph."""
+
+    number: int
+    scale: float
+    circulate: str
+    kernel: str
+    chunks: int
+    gather: bool
+    softcap: float | None
+    of_lse: bool  # whether the lse was returned, so that it may have a gradient
+
+    def pack(self) -> Tensor:
+        """Return a float64 [SETTLED] tensor on the CPU."""
+        names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
+        numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0, self.of_lse)
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    @classmethod
+    def of(cls, number: int, call: ResolvedCall, *, of_lse: bool) -> Settled:
+        """Return what the forward of ``call`` decided."""
+        groups = call.groups
+        chosen = call.circulate, call.kernel.name, groups.chunks, groups.gather, call.softcap
+        return cls(number, call.scale, *chosen, of_lse)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Settled:
+        """Read a tensor of :meth:`pack`."""
+        number, scale, circulate, kernel, chunks, gather, softcap, of_lse = packed.tolist()
+        names = tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)]
+        return cls(int(number), scale, *names, int(chunks), bool(gather), softcap or None, bool(of_lse))
+
+
+def signless(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return (q, scale) with the same scores and a positive scale, which fused kernels need; the sign moves into q.
+
+    So does a zero, which keeps NaN and inf in q visible.
+    """
+    return (q, scale) if scale > 0 else (q * sign_of(scale), abs(scale) or 1.0)
+
+
+def sign_of(scale: float) -> float:
+    """Return -1, 0 or 1."""
+    return float((scale > 0) - (scale < 0))
+
+
+def lost_rows(q: Tensor) -> Tensor | None:
+    """Return [B, H, S_local]: NaN for rows whose query holds a NaN or an infinity, else 0; None on a GPU.
+
+    PyTorch's operator for CPUs takes a row whose scores are all NaN for one that sees nothing, and gives 0.
+    """
+    return None if q.is_cuda else (q - q).sum(-1)
+
+
+def with_lost_rows(out: Tensor, lse: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the result of :func:`lost_rows` to a call's results, in place."""
+    if lost is None:
+        return out, lse
+    return out.add_(converted(lost, out.dtype).unsqueeze(-1)), lse.add_(converted(lost, lse.dtype))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of rows that also see a sink, a logit per head without a value (gpt-oss). Overwrites ``out``.
+
+    L' = logaddexp(L, sink), O' = O e^(L - L'). A row that sees no key keeps out 0. With L' and O', the backward of the
+    keys is the same: P = e^(S - L') includes the sink in its sum, and D = rowsum(dO * O').
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    # Without a key and with a sink of -inf, both are -inf and their difference is NaN.
+    out *= torch.exp(lse - total).masked_fill_(lse == -torch.inf, 0).unsqueeze(-1)
+    return out, total
+
+
+def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """Return this rank's part of the gradient of the sinks, [H]: the sum over its rows of -e^(sink - L') D.
+
+    The sink's value is zero, so dP is zero, and dS = P (dP - D).
+    """
+    part = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0) * delta
+    return -part.sum((0, 2)).to(sinks.dtype)
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return D = rowsum(dO * O) - dL, [B, H, S_local], in ``dtype``; ``dlse`` is dL, the gradient of lse, or None."""
+    delta = row_dot(dout, out, dtype)
+    return delta if dlse is None else delta - dlse
+
+
+def rounded_gradients(sums: dict[Side, Tensors], scale: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return dq, dk, dv from a backward's sums, which it takes; frees each sum once it is rounded."""
+    grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+    if scale <= 0:
+        grads[0] = grads[0] * sign_of(scale)
+    for n, grad in enumerate(grads):
+        grads[n] = converted(grad, dtype).contiguous()
+    return grads
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Make the last dim dense, as kernels need; an expanded gradient's is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def check_transforms(call: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError inside torch.func's transforms, and for tensors with a forward-mode tangent."""
+    remedy = "use backward() or torch.autograd.grad"
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(f"{call} can't be transformed by torch.func (grad, jacrev, jvp, jacfwd, vmap, ...); {remedy}")
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} has a tangent, but {call} has no forward-mode derivative; {remedy}")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Return whether ``x`` is a DTensor, without the half second of importing its module if nothing else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def check_batches(call: str, *grads: Tensor) -> None:
+    """Raise ValueError for gradients that torch has batched (``is_grads_batched``, ``vectorize``)."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise ValueError(f"{call} takes no batches of gradients; leave out is_grads_batched and vectorize")
+
+
+def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate an autograd Function's backward so that its results refuse to be differentiated again."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``backward`` so that a second derivative raises an error."""
+
+        def once(ctx: Any, *grads: Tensor) -> Any:
+            saved = list(ctx.saved_tensors)
+            again = torch.is_grad_enabled()
+            sources = [x for x in (*grads, *saved) if again and x is not None and x.requires_grad]
+            with torch.no_grad():
+                results = backward(ctx, saved, *grads)
+            if not sources:
+                return results
+            return tuple(None if x is None else _Refused.apply(call, x, *sources) for x in results)
+
+        return once
+
+    return decorate
+
+
+class _Refused(torch.autograd.Function):
+    """Ledger. in a gradient and the tensors it depends on; out the same gradient; back an error."""
+
+    @staticmethod
+    def forward(ctx: Any, call: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.call = call
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_second(ctx.call)
+
+
+def refuse_second(call: str) -> NoReturn:
+    """Raise RuntimeError because a gradient of ``call`` is differentiated."""
+    raise RuntimeError(f"{call} can be differentiated once; second derivatives are not supported")

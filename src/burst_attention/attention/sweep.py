@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from ..comm.transport import Pending, Receive, Send, Transport
-from ..kernels.contract import capturing
-from ..kernels.precision import converted
+from ..kernels.contract import capturing, converted
 from ..plan.program import Drop, Message, Move, Op, Place, Post, Program, Visit, Wait
 from ..plan.route import Edge
 from ..plan.rows import Side, Where
@@ -103,7 +102,7 @@ class _Run:
     def finish(self) -> Results:
         while self._left:
             self.execute(self._left.popleft())
-        return {side: self._sums.results(self._program.home(side)) for side in self._work.direction.returns}
+        return {side: self._sums.results(self._program.home[side]) for side in self._work.returns}
 
     def execute(self, op: Op) -> None:
         """Execute one operation."""
@@ -139,10 +138,10 @@ class _Run:
 
     def _arriving(self, edge: Edge) -> Tensors:
         """Allocate buffers for the tensors that an edge brings."""
-        work, rows, side = self._work, edge.rows.count, edge.side
+        work, rows, side = self._work, edge.rows.count, edge.key.side
         if edge.partial:
             return work.empty(side, rows, sent_dtypes(work, edge))
-        own = part_of(work.own[side], self._program.groups.count(side), 0)
+        own = part_of(work.own[side], len(self._program.home[side]), 0)
         like = (own[n] for n in work.payload(side, edge.key.payload))
         return tuple(x.new_empty(*x.shape[:2], rows, *x.shape[3:]) for x in like)
 
@@ -162,7 +161,7 @@ class _Run:
             self._held.tensors[message.place] = tensors
         else:
             buffers = self._held.at(message.place)
-            for n, x in zip(self._work.payload(message.edge.side, message.edge.key.payload), tensors, strict=True):
+            for n, x in zip(self._work.payload(message.edge.key.side, message.edge.key.payload), tensors, strict=True):
                 self._indices.put(buffers[n], message.where, x)
 
     def _outgoing(self, message: Message, landing: Tensors | None = None) -> Tensors:
@@ -176,7 +175,7 @@ class _Run:
                     self._indices.put(kept[n], message.where, x)
             return rows
         tensors = self._held.at(message.place)
-        wanted = tuple(tensors[n] for n in self._work.payload(edge.side, edge.key.payload))
+        wanted = tuple(tensors[n] for n in self._work.payload(edge.key.side, edge.key.payload))
         assert message.where is not None
         return self._indices.take(wanted, message.where)
 
@@ -187,16 +186,16 @@ class Shards:
     def __init__(self, program: Program, work: Pass) -> None:
         self._program, self._work = program, work
         self.tensors: dict[Place, Tensors] = {
-            place: part_of(tensors, program.groups.count(side), place[2])
+            place: part_of(tensors, len(program.home[side]), place[2])
             for side, tensors in work.own.items()
-            for place in program.home(side)
+            for place in program.home[side]
         }
 
     def at(self, place: Place) -> Tensors:
         """Return a buffer's tensors. Buffers of a sequence group are allocated at first use, unless they are cached."""
         if place not in self.tensors:
             side = place[0]
-            like = part_of(self._work.own[side], self._program.groups.count(side), 0)
+            like = part_of(self._work.own[side], len(self._program.home[side]), 0)
             known = self._work.own_slice[side] if place in self._program.kept.values() else (None,) * len(like)
             rows = self._program.held_rows[place].count
             self.tensors[place] = tuple(
@@ -240,7 +239,7 @@ class Sums:
     """Partial results under accumulation. Rows with a single part are that part: neither added to zeros nor widened."""
 
     def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
-        self._rows, self._home = program.sum_rows, {side: program.home(side) for side in work.direction.returns}
+        self._rows, self._home = program.sum_rows, {side: program.home[side] for side in work.returns}
         self._work, self._indices = work, indices
         self._pieces: dict[Place, list[_Piece]] = {}
         self._wholes: dict[Side, Tensors] = {}  # this rank's results, of all heads
@@ -375,7 +374,7 @@ class Sums:
 
 def sent_dtypes(work: Pass, edge: Edge) -> tuple[torch.dtype, ...]:
     """Return the dtypes of the partial results on an edge."""
-    return work.final_dtypes(edge.side) if edge.finished else work.wire_dtypes(edge.side, exact=edge.exact)
+    return work.final_dtypes(edge.key.side) if edge.finished else work.wire_dtypes(edge.key.side, exact=edge.exact)
 
 
 class DeviceIndices:

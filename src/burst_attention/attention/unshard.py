@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
-from ..kernels.precision import accumulation_dtype
-from .derivatives import check_batches, check_transforms, differentiable_once
+from ..kernels.contract import accumulation_dtype
+from .passes import check_batches, check_transforms, differentiable_once
 
 
 class Places(Protocol):

@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ..attention.prepare import DtypeName
 from ..kernels import KERNELS
+from ..kernels.contract import DtypeName
 from ..launch import local as launch
 from ..plan.assignment import CIRCULATIONS
 from ..plan.layout import LAYOUTS, LayoutName

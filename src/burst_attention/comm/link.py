@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,8 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreement
 from .local import LocalGroup, LocalTransport
-from .scalars import real
 from .transport import Health, Transport, backend_of
+
+
+def real(value: Any) -> int | float | None:
+    """Return a real number (also numpy's, or a 0-d tensor without gradient) as Python's; None for others and bools."""
+    if isinstance(value, float):  # first, because a compiler can't ask a variable number for other attributes
+        return float(value)
+    if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, int):
+        return value
+    return float(value)
+
 
 DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .contract import CAPPING, Capping, Kernel, Measuring, capturing
-from .precision import HALVES
+from .contract import CAPPING, HALVES, Capping, Kernel, Measuring, capturing
 from .prove import check_once
 
 MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much

@@ -1,16 +1,140 @@
-"""The contract of tile kernels. A kernel computes the tiles of one pair on one device; it knows no ranks."""
+"""The contract of tile kernels: what they take and return, in which dtypes, and how their results combine.
+
+A kernel computes the tiles of one pair on one device; it knows no ranks. Partial results are merged by online softmax
+(arXiv 2403.09347, equation 4; arXiv 1805.02867) or added.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..plan.tile import Tile, Tiles
-from .merge import row_dot
+
+HALVES = (torch.bfloat16, torch.float16)
+WIDEST = 256  # maximum head dimension of GPU kernels
+DTYPES = (torch.float64, torch.float32, *HALVES)
+if TYPE_CHECKING:
+    DtypeName: TypeAlias = str
+else:  # what command lines take
+    DtypeName = Literal[*(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def converted(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """Return ``x`` in ``dtype``: a dense copy, by one operator, or ``x`` itself if it has that dtype."""
+    return x if x.dtype == dtype and not copy else x.new_empty(x.shape, dtype=dtype).copy_(x)
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which partial results are sent: fp32 for fp16, which a partial sum can overflow."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Zero-pad the last dims to one width, a multiple of ``multiple``. Zeros change no scores or outputs."""
+    widths = {x.shape[-1] for x in tensors}
+    width = -(-max(widths) // multiple) * multiple
+    if widths == {width}:
+        return tensors
+    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
+
+
+def check_width(name: str, width: int, widest: int | None) -> None:
+    """Raise ValueError if the head dimension ``width`` exceeds ``widest``; None for no limit."""
+    if widest is not None and width > widest:
+        raise ValueError(f"kernel={name!r} takes head dims up to {widest}, not {width}; use kernel='reference'")
+
+
+def check_gpu(name: str, device: torch.device, dtype: torch.dtype, capabilities: range) -> None:
+    """Raise ValueError unless the device is a GPU of these compute capabilities (major) and the dtype bf16 or fp16."""
+    if device.type != "cuda":
+        raise ValueError(f"kernel={name!r} runs on cuda, the tensors are on {device}; use kernel='aten'")
+    major = torch.cuda.get_device_capability(device)[0]
+    if major not in capabilities:
+        raise ValueError(
+            f"kernel={name!r} is for compute capability {capabilities.start}.x to {capabilities.stop - 1}.x, {device} "
+            f"has {major}.x; use kernel='triton'"
+        )
+    if dtype not in HALVES:
+        raise ValueError(f"kernel={name!r} does not take {dtype}; use kernel='triton' or 'reference'")
+
+
+def no_dropout(like: Tensor) -> tuple[Tensor, ...]:
+    """Return a generator state that is never used."""
+    return tuple(torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
+
+
+# The most bytes of a temporary copy, on CPUs and on GPUs: smaller blocks cost operators, larger ones memory.
+BLOCK_BYTES = (1 << 22, 1 << 28)
+
+
+def head_blocks(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Yield slices of the heads of ``x`` [B, H, rows, D], so that a copy of one in ``dtype`` takes little memory."""
+    heads, size = x.shape[1], x.numel() * dtype.itemsize
+    most = max(1, heads * BLOCK_BYTES[x.is_cuda] // max(1, size))
+    for first in range(0, heads, most):
+        yield slice(first, min(first + most, heads))
+
+
+def _blocks_to_widen(x: Tensor, dtype: torch.dtype) -> Iterable[slice]:
+    return [slice(None)] if x.dtype == dtype else head_blocks(x, dtype)
+
+
+def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the identity of :func:`merge_`: out 0 [B, Hq, rows, Dv] and lse -inf [B, Hq, rows]."""
+    batch, heads = q.shape[:2]
+    return q.new_zeros(batch, heads, rows, v.shape[-1], dtype=dtype), q.new_full(
+        (batch, heads, rows), -math.inf, dtype=dtype
+    )
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Fold (part_out, part_lse) into (out, lse) in place, in the accumulation dtype.
+
+    l = logaddexp(l1, l2); out = out1 e^(l1 - l) + out2 e^(l2 - l). A side with lse -inf has weight 0.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    weight = torch.exp(part_lse - total).masked_fill_(torch.isneginf(part_lse), 0.0)  # -inf - -inf would be NaN
+    weight = converted(weight, out.dtype).unsqueeze(-1)
+    for heads in _blocks_to_widen(part_out, out.dtype):
+        out[:, heads].lerp_(converted(part_out[:, heads], out.dtype), weight[:, heads])
+    lse.copy_(total)
+
+
+def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Do what :func:`merge_` does if (out, lse) is blank."""
+    out.copy_(part_out)
+    lse.copy_(part_lse)
+
+
+def add_(total: Tensor, part: Tensor) -> None:
+    """Add ``part`` [B, H, rows, D] to ``total`` in place."""
+    if part.is_cuda:  # which widens as it reads
+        total.add_(part)
+        return
+    for heads in _blocks_to_widen(part, total.dtype):
+        total[:, heads].add_(converted(part[:, heads], total.dtype))  # += would also copy the sum to itself
+
+
+def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
+    wide = b.dtype if b.is_cuda else dtype  # a GPU widens as it reads
+    pairs = ((converted(a[:, at], dtype), converted(b[:, at], wide)) for at in head_blocks(a, dtype))
+    parts = [(x * y).sum(-1) for x, y in pairs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
 
 CAPPING = "for a soft cap use kernel='auto', 'triton', 'blockwise' or 'reference'"
 
@@ -86,8 +210,7 @@ class Continuing(Kernel, Protocol):
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
 
-        Same result as :func:`burst_attention.kernels.merge.merge_`, but without another pass over memory. ``out`` and
-        ``lse`` may be strided.
+        Same result as :func:`merge_`, but without another pass over memory. ``out`` and ``lse`` may be strided.
         """
         ...
 

@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .contract import on_device_of
-from .precision import check_gpu
+from .contract import check_gpu, on_device_of
 from .windowed import MULTIPLE, CudaFlash, Window, WindowedOps
 
 MOST_GRAPHS = 512  # kept; a packed batch has a graph for each length of a document

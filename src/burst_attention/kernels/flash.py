@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .contract import CAPPING
-from .precision import check_gpu
+from .contract import CAPPING, check_gpu
 from .windowed import MULTIPLE, Window
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import BackwardInputs, band_seen
-from .merge import blank_output, merge_
-from .precision import accumulation_dtype
+from .contract import BackwardInputs, accumulation_dtype, band_seen, blank_output, merge_
 
 BLOCK = 512  # rows and columns of a block: its scores fit a core's cache
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import CAPPING
-from .precision import WIDEST, check_gpu, no_dropout
+from .contract import CAPPING, WIDEST, check_gpu, no_dropout
 from .stock import Ops, Stock
 
 _aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Join a job as one rank: choose the device, set the thread count, create the process group."""
+"""Join a job as one rank: choose the device, set the thread count, create the process group and its mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .mesh import CONTEXT, DATA, make_mesh
+DATA, CONTEXT = "data", "context"
+
+
+def make_mesh(device_type: str, *, data_parallel: int = 1) -> DeviceMesh:
+    """Make the (``data``, ``context``) mesh of all ranks; consecutive ranks share a sequence. Every rank calls it."""
+    world = dist.get_world_size()
+    if data_parallel < 1 or world % data_parallel:
+        raise ValueError(f"data_parallel={data_parallel} must divide the number of ranks, {world}")
+    return init_device_mesh(device_type, (data_parallel, world // data_parallel), mesh_dim_names=(DATA, CONTEXT))
 
 
 def cores() -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..attention.passes import is_dtensor
 from ..attention.plan import Plan
-from ..attention.prepare import is_dtensor
-from ..comm.scalars import real
+from ..comm.link import real
 from .head import Head
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention.derivatives import check_transforms
+from ..attention.passes import check_transforms
 from ..attention.plan import Plan
 from .checks import check_arguments, check_outputs, check_plan, check_temperature
 from .head import Head, LogitForm

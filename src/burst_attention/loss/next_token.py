@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention.derivatives import check_batches, check_transforms, differentiable_once
+from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
 from .checks import check_arguments, check_plan, divisor_of
 from .head import Head, LogitForm

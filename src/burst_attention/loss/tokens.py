@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..attention.derivatives import check_batches, check_transforms, differentiable_once
+from ..attention.passes import check_batches, check_transforms, differentiable_once
 from .head import Head, LogitForm, default_chunk, operand, product
 
 MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")

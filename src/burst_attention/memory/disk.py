@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .host import HostStore
-from .store import ELSEWHERE, MOST_WRITES, OffloadError, check_unchanged
+from .host import ELSEWHERE, MOST_WRITES, HostStore, OffloadError, check_unchanged
 
 _BLOCK = 4096  # bytes; records start at multiples of it
 _THREADS = 2  # one tensor can be written and another one read

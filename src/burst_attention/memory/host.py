@@ -1,9 +1,8 @@
-"""Keep copies of CUDA tensors in pinned host memory.
+"""Keep copies of CUDA tensors in pinned host memory. A GPU has not run this version.
 
 The host may run far ahead of the device, so it waits for nothing here. Before memory of the device is given up, the
 compute stream waits for the copy that uses it. All of it is allocated on the compute stream, whose later work can then
-reuse it at once: memory of another stream's, or marked by ``record_stream``, would be held for longer. A GPU has not
-run this version.
+reuse it at once: memory of another stream's, or marked by ``record_stream``, would be held for longer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, cuda
 
-from .store import MOST_WRITES, check_unchanged
+MOST_WRITES = 2  # copies under way: a layer's input is written while this layer and the next one run
+ELSEWHERE = "pass another folder in memory=Memory(offload='disk:DIR')"  # the remedy of most errors
+
+
+class OffloadError(RuntimeError):
+    """A copy could not be written, or could not be read back unchanged. The message names the file and the remedy."""
+
+
+def check_unchanged(x: Tensor, version: int) -> None:
+    """Raise OffloadError if ``x`` was written to since its version counter was ``version``."""
+    if x._version != version:
+        raise OffloadError(
+            f"a tensor of {list(x.shape)} was changed in place while it was copied. A layer must not change its input; "
+            "clone it first, or pass memory=Memory(offload=None)"
+        )
+
 
 _ALIGNED = 512  # bytes
 _CUT = 4  # a slab has at least this many buffers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from .groups import Groups
 from .route import Edge
@@ -82,7 +83,7 @@ class Program:
     groups: Groups
     ops: tuple[Op, ...]
     held_rows: Mapping[Place, Rows]  # of each buffer that several messages fill
-    sum_rows: Mapping[Place, Rows]  # accumulated rows; :meth:`home` names the buffers of this rank's results
+    sum_rows: Mapping[Place, Rows]  # accumulated rows; :attr:`home` names the buffers of this rank's results
     kept: Mapping[Side, Place]  # buffers of this rank's sequence group that the forward caches for the backward
 
     @property
@@ -90,6 +91,7 @@ class Program:
         """Edges that start or end at this rank."""
         return [m.edge for op in self.ops if isinstance(op, Post) for m in (*op.sends, *op.receives)]
 
-    def home(self, side: Side) -> list[Place]:
-        """Return the buffers of this rank's results of a side, one for each part of the heads."""
-        return [(side, self.rank, part) for part in range(self.groups.count(side))]
+    @cached_property
+    def home(self) -> Mapping[Side, list[Place]]:
+        """The buffers of this rank's results, by side: one for each part of the heads."""
+        return {side: [(side, self.rank, part) for part in range(self.groups.count(side))] for side in Side}

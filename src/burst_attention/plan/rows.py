@@ -90,7 +90,7 @@ class Rows:
         np.cumsum(self.stops - self.starts, out=offsets[1:])
         return offsets
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of rows."""
         return int(self._offsets[-1])

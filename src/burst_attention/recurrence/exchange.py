@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.derivatives import check_batches, check_transforms, differentiable_once
+from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
 from ..comm.transport import Receive, Send, Transport
-from ..kernels.precision import accumulation_dtype
+from ..kernels.contract import accumulation_dtype
 from .runs import Borders, Runs, runs_of
 
 LAYER = "a recurrent layer"  # the name of its calls in agreements

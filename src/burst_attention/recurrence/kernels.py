@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.precision import accumulation_dtype
+from ..kernels.contract import accumulation_dtype
 from .exchange import RunExchange, no_autocast
 
 Kernel = Callable[..., Any]

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.call import burst_attention
+from ..attention.call import burst_attention, kernel_for
 from ..attention.hardware import shape_of
 from ..attention.new_plan import make_plan
 from ..attention.plan import Plan
-from ..attention.prepare import kernel_for
 from ..kernels.contract import Kernel
 from ..plan.layout import Layout
 from ..plan.mask import Mask

@@ -13,7 +13,7 @@ from math import isqrt
 import torch
 
 from burst_attention.attention.footprint import WALKED, peak_of
-from burst_attention.kernels.precision import accumulation_dtype
+from burst_attention.kernels.contract import accumulation_dtype
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
 from burst_attention.attention.new_plan import make_plan, single_rank_plan
 from burst_attention.attention.plan import Plan
-from burst_attention.launch.mesh import CONTEXT, DATA
+from burst_attention.launch.join import CONTEXT, DATA
 from burst_attention.loss import Head
 from burst_attention.plan.strategy import Strategy
 

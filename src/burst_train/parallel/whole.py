@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention.attention.call import signless
 from burst_attention.attention.plan import Plan
-from burst_attention.attention.prepare import signless
 from burst_attention.plan.mask import Mask
 
 WINDOW_ROWS = 1024

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from burst_attention import Plan, make_plan
 from burst_attention.attention.batch import Plans, Reach
-from burst_attention.launch.join import RankContext, join
-from burst_attention.launch.mesh import make_mesh
+from burst_attention.launch.join import RankContext, join, make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
 from ..parallel import SINGLE, Heads, choose

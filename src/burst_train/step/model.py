@@ -24,7 +24,7 @@ from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.parts import check_random
 from burst_attention.integrations.hf.stub_forward import body_of
-from burst_attention.launch.mesh import CONTEXT
+from burst_attention.launch.join import CONTEXT
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
-from burst_attention.launch.mesh import CONTEXT, make_mesh
+from burst_attention.launch.join import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
 from burst_train.cli.preflight import predict_memory
 from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig

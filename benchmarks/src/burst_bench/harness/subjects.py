@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
-from burst_attention.launch.mesh import CONTEXT, make_mesh
+from burst_attention.launch.join import CONTEXT, make_mesh
 from burst_attention.plan.rows import Direction
 from burst_train.parallel import Parallelism, SequenceParallelism
 from burst_train.parallel.whole import whole_attention

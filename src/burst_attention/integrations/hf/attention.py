@@ -12,10 +12,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import PADDING, PlanArgument, Plans
-from burst_attention.attention.call import burst_attention
+from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
-from burst_attention.attention.prepare import DTYPES
 
 from . import checks, converted, models, parts
 from .checks import UNSTATED, MaskRequest

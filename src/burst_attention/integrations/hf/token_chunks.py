@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from burst_attention.attention.derivatives import differentiable_once
 from burst_attention.attention.head_chunks import added
+from burst_attention.attention.passes import differentiable_once
 
 _DEVICES = ("cpu", "cuda")
 

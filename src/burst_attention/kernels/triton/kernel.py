@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tiles
-from ..contract import BackwardInputs, on_device_of
-from ..merge import blank_output
-from ..precision import WIDEST, check_width
+from ..contract import WIDEST, BackwardInputs, blank_output, check_width, on_device_of
 from . import programs
 from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes

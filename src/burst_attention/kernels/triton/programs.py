@@ -322,7 +322,7 @@ def carry(
     dOut, Delta, Out, heads, length, dout_b, dout_h, dout_s, delta_b, delta_h, delta_s,
     most, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Write out' with rowsum(dOut * out') = Delta in two columns: :mod:`burst_attention.kernels.surrogate`."""
+    """Write out' with rowsum(dOut * out') = Delta in two columns: :mod:`burst_attention.kernels.stock`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     at, dims = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BLOCK_E)
     seen = at < length

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...plan.tile import Tile, Tiles
 from ..contract import BackwardInputs, on_device_of
-from ..remembered import Remembered
+from ..prove import Remembered
 
 _MEASURING = threading.Lock()  # ranks may be threads on one device and would disturb each other's measurements
 _MEASURED = ("forward", "backward_queries", "backward_keys")
