@@ -61,7 +61,8 @@ def cache(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int, *, results: bo
 @dataclass(frozen=True, eq=False)
 class Forward:
     """The forward pass: (out, lse) from q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv].
-     ``keeping``: buffers to fill with the sequence group's q, k, v for one head group, and maybe out, lse; None: no
+
+    ``keeping``: buffers to fill with the sequence group's q, k, v for one head group, and maybe out, lse; None: no
     cache.
     """
 
@@ -131,7 +132,8 @@ class Forward:
 @dataclass(frozen=True, eq=False)
 class Backward:
     """The backward pass: (dq) and (dk, dv). Its methods are those of :class:`Forward`.
-     dout is [B, Hq, Sq, Dv]. ``stats``: (lse, D) per row, [B, Hq, Sq, 2]; None if ``keeping`` (what the forward cached)
+
+    dout is [B, Hq, Sq, Dv]. ``stats``: (lse, D) per row, [B, Hq, Sq, 2]; None if ``keeping`` (what the forward cached)
     or ``results`` (of a rank that computes all its pairs) has out and lse. lse is 0, not -inf, in rows that see
     nothing. ``alone``: a single pair gives the whole result. ``of_lse``: D may include a gradient of the lse.
     """

@@ -160,7 +160,8 @@ class Agreement:
     @contextmanager
     def entering(self, call: str, *, once: bool = False) -> Iterator[None]:
         """Guard what a rank does alone before it agrees on ``call``: if the block raises, the other ranks raise too.
-         Call :meth:`agree` after the block, never inside it. A TypeError or ValueError is raised on every rank; after
+
+        Call :meth:`agree` after the block, never inside it. A TypeError or ValueError is raised on every rank; after
         any other error, the others raise PeerError. ``once``: from the second such call on, this rank raises alone.
         """
         try:
@@ -185,7 +186,8 @@ class Agreement:
         once: bool = False,
     ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields`` (JSON types); return every rank's ``own`` by rank.
-         ``once``: send nothing if the ranks agreed on the same call and fields before; a rank that alone makes another
+
+        ``once``: send nothing if the ranks agreed on the same call and fields before; a rank that alone makes another
         call then waits until the deadline. Every rank raises DisagreementError if fields differ, the class of another
         rank's refusal (:meth:`refuse`), or PeerError if one failed. ``remedy``, ``remedies`` by field: last sentences
         of a disagreement.

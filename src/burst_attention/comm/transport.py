@@ -120,7 +120,8 @@ class Transport:
 
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
-         ``call``: the number of its call. On gloo and between threads, messages of different calls don't match, so
+
+        ``call``: the number of its call. On gloo and between threads, messages of different calls don't match, so
         ranks that run backwards in different orders wait until the deadline. NCCL has no tags: there ranks send each
         other the number, and compare it when their next call begins. Between two ranks, messages of one exchange match
         in the order given.

@@ -116,7 +116,8 @@ def choose(
     softcap: float | None = None,
 ) -> Kernel:
     """Return the kernel ``name``; raise ValueError if it is unknown or does not support the call.
-     ``auto``: on the CPU ``aten``, which rounds each tile's result, or ``blockwise`` for a soft cap; on a GPU the first
+
+    ``auto``: on the CPU ``aten``, which rounds each tile's result, or ``blockwise`` for a soft cap; on a GPU the first
     of :func:`candidates` that can be used here and agrees with the reference. ``head_dims``: of q and k, and of v.
     """
     if name == "auto":

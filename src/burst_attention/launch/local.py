@@ -127,7 +127,8 @@ def start_checked(command: str, worker: Callable[[Any], Any], settings: Any) -> 
 
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
     """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them; return the exit status.
-     After the first failure, the others have :data:`GRACE` seconds to exit, then the same again after SIGTERM, then
+
+    After the first failure, the others have :data:`GRACE` seconds to exit, then the same again after SIGTERM, then
     SIGKILL. ``patient``: the first Ctrl-C or SIGTERM is forwarded to the ranks, which may finish. The status is 0; 1 if
     a worker failed; 130 after Ctrl-C; 143 after SIGTERM; 74 or 75 if ranks exited with it.
     """

@@ -37,7 +37,8 @@ class Past:
 
 class RunExchange:
     """Exchanges states and borders between the ranks of a plan. ``own``: this rank's runs, in local order.
-     ``past``: what the layer keeps of earlier tokens, which a call replaces. The tokens are then one document that goes
+
+    ``past``: what the layer keeps of earlier tokens, which a call replaces. The tokens are then one document that goes
     on, without a gradient. Raises ValueError on every rank for a layout that separates neighbours, or a plan with
     ``keys``.
     """
@@ -74,7 +75,8 @@ class RunExchange:
         self, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor, factor_shape: Sequence[int], *, diagonal: bool
     ) -> list[Tensor]:
         """Return the state before each own run, from (M, U) of own runs that are not the last of their document.
-         ``zero``: the state at a document's start. If states need a gradient it must require one, even on a rank
+
+        ``zero``: the state at a document's start. If states need a gradient it must require one, even on a rank
         without pairs. ``diagonal``: M S multiplies by elements; otherwise it is a matrix product.
         """
         if not self.runs.chains and self._past is None:

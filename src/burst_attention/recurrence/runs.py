@@ -54,7 +54,8 @@ Rounds = tuple[tuple[Hop, ...], ...]
 
 class Borders(NamedTuple):
     """Which tokens a convolution needs of other runs, as one rank sees it.
-     ``rows``: the local tokens that this rank gives. For each rank, ``given``: which of them it gets; ``places``: where
+
+    ``rows``: the local tokens that this rank gives. For each rank, ``given``: which of them it gets; ``places``: where
     its tokens go in [own runs x width]; places that stay free are zero.
     """
 
