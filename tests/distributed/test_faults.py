@@ -226,6 +226,7 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
                 return super().backward(*arguments, **options)
 
         attention_call.choose = lambda *_, **__: Mortal(CpuFlash())  # this process is not used again
+        plan.resolved.clear()
     call = (lambda: burst_attention(q, k, v, plan)) if when == "before a call" else (lambda: out.sum().backward())
     first = caught(call)
     second = caught(burst_attention, q, k, v, plan)
