@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -37,7 +38,7 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 on success, 1 if the command failed, 2 if its arguments are wrong."""
+    """Run one command; return 0 on success, 1 if it failed, 2 if its arguments are wrong, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     lines = (f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
     usage = USAGE.format(commands="\n".join(lines))
@@ -51,17 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"burst: unknown command {given[0]!r}\n\n{usage}")
         return 2
     try:
-        command = find_command(given[0])
+        return _run(given[0], given[1:])
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt the exit
+        sys.stderr.write(f"burst {given[0]}: interrupted\n")
+        return 128 + signal.SIGINT
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    try:
+        command = find_command(name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("burst_attention") or missing == "burst_train":
             raise
-        remedy = (
-            "in a checkout: pip install -e benchmarks" if given[0] == "bench" else "pip install 'burst-attention[hf]'"
-        )
-        sys.stderr.write(f"burst {given[0]}: {missing} is not installed: {remedy}\n")
+        remedy = "in a checkout: pip install -e benchmarks" if name == "bench" else "pip install 'burst-attention[hf]'"
+        sys.stderr.write(f"burst {name}: {missing} is not installed: {remedy}\n")
         return 2
-    return command(given[1:])
+    return command(arguments)
 
 
 def find_command(name: str) -> Callable[[list[str]], int]:

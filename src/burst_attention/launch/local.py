@@ -81,10 +81,17 @@ def prepare(*modules: str) -> None:
         multiprocessing.set_forkserver_preload([*modules, "transformers.models.llama.modeling_llama"])
     # A signal to the whole group must not end the server before its ranks have saved. They inherit the blocked signals,
     # and get them once they can handle them.
-    resource_tracker.ensure_running()  # the server needs it, and starting it unblocks signals
+    with _blocked():
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Block signals that end processes, for processes that start within this context. They come when it ends."""
+    resource_tracker.ensure_running()  # processes need it, and starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        multiprocessing.forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -166,8 +173,9 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
                     arguments,
                     patient,
                 )
-                processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
-                processes[-1].start()
+                with _blocked():
+                    processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
+                    processes[-1].start()
             failures = _wait_for_all(processes, Path(folder))
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
@@ -303,6 +311,7 @@ def _worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
     if os.getppid() == parent:
         end_with(parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     else:
         watch(parent)
     os.environ.clear()

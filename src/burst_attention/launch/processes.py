@@ -13,7 +13,8 @@ import threading
 UNSAVED = 74  # the run ended, but some of its checkpoints could not be written
 INTERRUPTED = 75  # the run was asked to stop and saved a checkpoint
 KEYBOARD = signal.SIGUSR2  # what a patient launcher sends to its ranks for Ctrl-C
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # blocked in a fork server, which its ranks undo
+# Blocked while ranks and their fork server start, until they can handle them.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1
 
 
