@@ -39,7 +39,8 @@ demo: $(VENV)/.demo  ## train a small Llama on Python's sources over 2 local ran
 		--overwrite --resume auto
 	@echo "make: the trained model goes on after 'class Test(unittest.TestCase): def':"
 	@printf 'import os\n\n\nclass Test(unittest.TestCase):\n    def' | $(BIN)/burst generate \
-		--model runs/demo/model --prompt - --ranks 1 --temperature 0.8 --max-new-tokens 80 2> $(VENV)/demo.log || (cat $(VENV)/demo.log; false)
+		--model runs/demo/model --prompt - --ranks 1 --temperature 0.8 --max-new-tokens 80 2> $(VENV)/demo.log \
+		|| (cat $(VENV)/demo.log; false)
 
 fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to run after every edit
 	$(PYTEST) -q tests/unit --ignore tests/unit/test_triton.py
