@@ -48,7 +48,10 @@ from tests.tools import families
 
 
 def over_ranks(call, world=2):
-    """Return rank 0's error text of ``call(plan)``; all ranks must raise a ValueError."""
+    """Return rank 0's error text of ``call(plan)``; all ranks must raise a ValueError.
+
+    The ranks are threads: a call that registers hooks, as ``check_model`` does, takes a model of its own.
+    """
     with pytest.raises(WorkerError) as caught, local_world(world, timeout=20) as ranks:
         ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))
     assert len(caught.value.errors) == world
@@ -162,7 +165,7 @@ def test_a_hybrid_that_is_not_parallelized_is_refused():
 @pytest.mark.parametrize("part", [ShiftLayer(), LengthLayer()])
 def test_what_names_do_not_tell_is_measured(part):
     model = with_part(part)
-    reported = over_ranks(lambda plan: hf.check_model(model, plan))
+    reported = over_ranks(lambda plan: hf.check_model(copy.deepcopy(model), plan))
     assert "hidden states of LlamaForCausalLM depend on " in reported and "and each rank would see only its" in reported
 
 
@@ -242,7 +245,7 @@ def test_hooks_on_parts_are_refused(put):
     getattr(model.model.layers[1], put)(by_length)
     refusal = "model.layers.1 (LlamaDecoderLayer) has the hook test_hooks_on_parts_are_refused.<locals>.by_length"
     assert refusal.removeprefix("model.") in over_ranks(lambda plan: forward(model, plan))
-    assert refusal in over_ranks(lambda plan: hf.check_model(model, plan))
+    assert refusal in over_ranks(lambda plan: hf.check_model(copy.deepcopy(model), plan))
     assert refusal in over_ranks(lambda plan: hf.parallelize(model, plan.transport.group))
 
 
@@ -347,7 +350,7 @@ def test_a_right_model_passes_the_measure_and_keeps_its_mode(name):
 def test_a_switched_layer_or_model_is_refused():
     model, other = make_model("llama"), make_model("llama", "sdpa")
     refused = "attn_implementation='sdpa' of layers of Llama"
-    assert refused in over_ranks(lambda plan: hf.check_model(other, plan))
+    assert refused in over_ranks(lambda plan: hf.check_model(copy.deepcopy(other), plan))
     model.model.layers[1].self_attn.config = other.config
     assert refused in over_ranks(lambda plan: forward(model, plan))
 

@@ -31,6 +31,7 @@ class Adding:
     """The part of a pass that sums need."""
 
     direction = Direction.FORWARD
+    returns = (PLACE[0],)
 
     def blank(self, side: Side, rows: int) -> tuple[Tensor, ...]:
         return (torch.zeros(1, 1, rows, 2),)
@@ -100,7 +101,7 @@ def test_rows_are_pieces_until_they_meet() -> None:
     dice = np.random.default_rng(0)
     for case in range(120):
         rows, right = 12, torch.zeros(1, 1, 12, 2)
-        program = SimpleNamespace(sum_rows={PLACE: Rows.all(rows)}, home=lambda side: [PLACE])
+        program = SimpleNamespace(sum_rows={PLACE: Rows.all(rows)}, home={PLACE[0]: [PLACE]})
         sums = Sums(program, Adding(), DeviceIndices())  # type: ignore[arg-type]
         for _ in range(6):
             start, stop = sorted(dice.choice(rows + 1, 2, replace=False).tolist())
