@@ -11,7 +11,6 @@ import torch
 
 from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
 from burst_attention.attention.batch import Plans
-from burst_attention.attention.footprint import peak_of
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.groups import Groups
@@ -31,6 +30,7 @@ from burst_train.forecast.attention import (
     tensor,
 )
 from burst_train.forecast.buffers import buffers, token_bytes
+from burst_train.forecast.footprint import peak_of
 from burst_train.forecast.forecast import GRAIN, PredictedStep, candidate, forecast_of, forecasts, recommended
 from burst_train.forecast.machines import Device
 from burst_train.forecast.memory import Step

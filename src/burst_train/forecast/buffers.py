@@ -12,7 +12,6 @@ from math import isqrt
 
 import torch
 
-from burst_attention.attention.footprint import WALKED, peak_of
 from burst_attention.kernels.contract import accumulation_dtype
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
@@ -21,6 +20,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.planner.choice import Candidate
 
 from .attention import AttentionStrategy, Workload
+from .footprint import peak_of, walked
 
 ENOUGH = 32  # with more ranks than this, buffers no longer grow
 SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated with
@@ -50,10 +50,9 @@ def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: to
     # One document needs at least as much memory as several.
     mask = replace(setting.mask, cu_seqlens=None)
     small = replace(setting, world=world, seq_len=seq_len, mask=mask, widest=None)
-    walked = min(world, WALKED)
     schedule, held = small.schedule(way), []
     chosen = Candidate(way.groups, way.circulate)
-    for rank in sorted({n * (world - 1) // max(1, walked - 1) for n in range(walked)}):
+    for rank in walked(world):
         peak = peak_of(replace(schedule, rank=rank), setting.shape, dtype, chosen, Direction.BACKWARD, calls=calls)
         token, shape = token_bytes(setting.shape, dtype), setting.shape
         if calls > 1:  # then neither out nor lse counts (peak_of)

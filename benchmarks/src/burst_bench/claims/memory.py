@@ -10,17 +10,17 @@ the peak counts live tensors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from burst_attention import Mask
-from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.hardware import shape_of
+from burst_attention.plan.rows import Direction
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Planner
 from burst_attention.testing import WorkerPool
+from burst_train.forecast.footprint import peak_of, walked
 
 from ..arguments import CallArguments, asked
 from ..harness.calls import Ours, memory_peaks
@@ -28,13 +28,19 @@ from ..harness.workload import Workload
 from ..tables import terminal
 
 
-def predicted(world: int, workload: Workload, **options: Any) -> int:
+def predicted(world: int, workload: Workload, *, exact_partials: bool = False) -> int:
     """Return the peak that the plan predicts, in bytes per rank."""
     planner, strategy = Planner(), Strategy(layout="zigzag", route="direct", ulysses_degree=1)
     schedule = planner.choose(workload.seq_len, mask=Mask(), strategy=strategy, rank=0, world=world)
     sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
     shape = shape_of(workload.torch_dtype, batch=1, **sizes)
-    return peak_memory(planner, schedule, shape, workload.torch_dtype, **options)
+    dtype, chosen = workload.torch_dtype, planner.decide(schedule, shape)
+    ranks = (replace(schedule, rank=rank) for rank in walked(world))
+    return max(
+        peak_of(each, shape, dtype, chosen, direction, exact_partials=exact_partials)
+        for each in ranks
+        for direction in Direction
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,9 @@
-"""Predict the memory of a call.
-
-This runs the sweep itself, on tensors without data and a transport that sends nothing.
-"""
+"""Predict the peak memory of one pass by running its sweep on tensors without data; nothing is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,19 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..comm.transport import Operation, Transport
-from ..kernels.contract import BackwardInputs, accumulation_dtype, blank_output
-from ..plan.cost import Shape
-from ..plan.groups import Groups
-from ..plan.rows import Direction
-from ..plan.schedule import Schedule
-from ..plan.tile import Tiles
-from ..planner.choice import Candidate
-from ..planner.planner import Planner
-from .passes import Backward, Forward, Pass, Tensors, cache
-from .sweep import sweep, sweeps
+from burst_attention.attention.passes import Backward, Forward, Pass, Tensors, cache
+from burst_attention.attention.sweep import sweep, sweeps
+from burst_attention.comm.transport import Operation, Transport
+from burst_attention.kernels.contract import BackwardInputs, accumulation_dtype, blank_output
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.groups import Groups
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import Schedule
+from burst_attention.plan.tile import Tiles
+from burst_attention.planner.choice import Candidate
 
-WALKED = 4  # ranks to simulate, spread over the group; simulating every rank of a large group would take too long
+WALKED = 4  # ranks to simulate: every rank of a large group would take too long
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,32 +57,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def peak_memory(
-    planner: Planner, schedule: Schedule, shape: Shape, dtype: torch.dtype, *, exact_partials: bool = False
-) -> int:
-    """Return the peak bytes of one forward and backward: the maximum over :data:`WALKED` ranks spread over the group.
-
-    Counted are:
-
-    - inputs, laid out as in models, [B, S, H, D];
-    - results, sums, and shards of other ranks;
-    - messages in flight and copies of what is sent;
-    - a kernel's results for a pair;
-    - the surrogate of out that passes the global lse and D to a stock kernel.
-
-    A kernel's workspace is not counted.
-
-    Args:
-        exact_partials: the kernel gives partial results in the accumulation dtype and needs no surrogate.
-    """
-    world, chosen = schedule.layout.world, planner.decide(schedule, shape)
-    walked = min(world, WALKED)
-    ranks = {n * (world - 1) // max(1, walked - 1) for n in range(walked)}
-    return max(
-        peak_of(replace(schedule, rank=rank), shape, dtype, chosen, direction, exact_partials=exact_partials)
-        for rank in sorted(ranks)
-        for direction in Direction
-    )
+def walked(world: int) -> list[int]:
+    """Return the ranks to simulate, spread over the group."""
+    count = min(world, WALKED)
+    return sorted({n * (world - 1) // max(1, count - 1) for n in range(count)})
 
 
 def peak_of(
@@ -99,9 +73,14 @@ def peak_of(
     exact_partials: bool = False,
     calls: int = 1,
 ) -> int:
-    """Return the peak bytes of one pass on ``schedule.rank``, counted as in :func:`peak_memory`.
+    """Return the peak bytes of one pass on ``schedule.rank``.
+
+    Counted are inputs (laid out as in models, [B, S, H, D]), results, sums, shards of other ranks, messages in flight,
+    copies of what is sent, a kernel's results for a pair, and the surrogate of out that passes the global lse and D to
+    a stock kernel. A kernel's workspace is not counted.
 
     Args:
+        exact_partials: the kernel gives partial results in the accumulation dtype and needs no surrogate.
         calls: number of calls whose exchanges overlap (:func:`~burst_attention.attention.sweep.sweeps`). With several,
             tensors that the sweep does not read, such as out in a backward, are not counted.
     """
