@@ -165,7 +165,7 @@ def test_plans_by_other_nodes_are_not_the_same() -> None:
     [
         ({"seqlen": 17}, "DisagreementError", "seqlen"),
         ({"strategy": Strategy(layout="striped")}, "DisagreementError", "layout"),
-        ({"strategy": Strategy(route="ring")}, "DisagreementError", "route"),
+        ({"strategy": Strategy(route="nodes")}, "DisagreementError", "route"),
         ({"mask": Mask(prefix=99)}, "ValueError", "prefix=99"),
         ({"timeout": -1}, "ValueError", "timeout=-1"),
         ({"strategy": "spiral"}, "ValueError", "spiral"),
@@ -237,9 +237,9 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     ("how", "when", "route", "cut"),
     [
         ("killed", "before the backward", "direct", 1),
-        ("killed", "in the sweep", "ring", 1),
+        ("killed", "in the sweep", "ring-attention", 1),
         ("killed", "in the sweep", "direct", 3),
-        ("stopped", "before a call", "ring", 1),
+        ("stopped", "before a call", "ring-attention", 1),
         ("stopped", "in the sweep", "direct", 1),
     ],
 )

@@ -68,7 +68,7 @@ WHOLE = {"ulysses_degree": 1}
         (2, "zigzag", "direct", "key-value", Mask(), WHOLE),
         (2, "striped", "direct", "key-value", DOCUMENTS, WHOLE),
         (3, "contiguous", "direct", "nearest", Mask(), WHOLE),
-        (3, "striped", "ring", "query", Mask(), WHOLE),
+        (3, "striped", "ring-attention", "query", Mask(), WHOLE),
         (4, "zigzag", "ring-attention", "key-value", Mask(), WHOLE),
         (4, "zigzag", "direct", "query", WINDOW, WHOLE),
         (4, "zigzag", "direct", "query", Mask(), {"ulysses_degree": 4, "cache_qkv": True}),

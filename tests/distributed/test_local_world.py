@@ -16,13 +16,14 @@ from burst_attention.testing import Case, WorkerError, local_world
 from burst_attention.testing.check import distributed_call
 
 CASES = {
-    "ring": Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), circulate="key-value", head_dim=8),
+    "direct": Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), circulate="key-value", head_dim=8),
     "ring-attention": Case(seqlen=130, mask=Mask(cu_seqlens=[0, 30, 30, 101, 130]), layout="striped", head_dim=8),
 }
 
 
 def shards(group, case, route):
-    plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=Strategy(layout=case.layout, route=route))
+    strategy = Strategy(layout=case.layout, route=route, ulysses_degree=1)
+    plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=strategy)
     results = dict(distributed_call(case, plan, case.inputs()).items())
     return results, plan.transport.sent, plan.transport.received
 

@@ -155,7 +155,10 @@ PLAN_OF_TWO: Cases = [
         ("ulysses_degree=3", "ValueError: ulysses_degree=3 does not divide the 2 ranks"),
         ("ulysses_degree=0", "ValueError: ulysses_degree=0 must be a number of head groups, at least 1, 'all' or"),
         ("ulysses_degree=True", "ValueError: ulysses_degree=True must be a number of head groups, at least 1, 'all'"),
-        ("ulysses_degree=2, route='ring'", "ValueError: route='ring' passes shards on along the ring, and with"),
+        (
+            "ulysses_degree=2, route='ring-attention'",
+            "ValueError: route='ring-attention' passes shards on along the ring, and with",
+        ),
         ("gather_kv='yes'", "ValueError: gather_kv='yes' must be True, False or 'auto'"),
         ("gather_kv=True, ulysses_degree=1, route='direct'", f"{_GATHERED}'direct', circulate='auto' and"),
         (
@@ -163,11 +166,11 @@ PLAN_OF_TWO: Cases = [
             f"{_GATHERED}'direct', circulate='key-value' and ulysses_degree=2",
         ),
         (
-            "gather_kv=True, ulysses_degree=1, route='ring', circulate='key-value'",
-            f"{_GATHERED}'ring', circulate='key-value' and ulysses_degree=1",
+            "gather_kv=True, ulysses_degree=1, route='ring-attention', circulate='key-value'",
+            f"{_GATHERED}'ring-attention', circulate='key-value' and ulysses_degree=1",
         ),
         ("circulate='air'", "ValueError: circulate='air' is unknown; choose one of auto, query, key-value,"),
-        ("chunks=2, route='ring'", "ValueError: chunks=2 sends the shards of a sequence group together, and"),
+        ("chunks=2, route='ring-attention'", "ValueError: chunks=2 sends the shards of a sequence group together, and"),
     )
 ]
 DIFFER: Cases = [

@@ -633,7 +633,7 @@ def test_blocks_are_of_one_size_or_nearly() -> None:
 
 def test_buffers_do_not_grow_with_the_world() -> None:
     """A rank holds at most two foreign shards, and one outgoing and one incoming partial per exchange."""
-    cases = product(("direct", "ring"), (rows, columns), Direction, (4, 12), (0, 3))
+    cases = product(("direct", "ring-attention"), (rows, columns), Direction, (4, 12), (0, 3))
     for route, assignment, direction, world, rank in cases:
         schedule = Schedule(Layout("zigzag", 16 * world, world), Mask(), ROUTES[route], rank)
         held, arriving = 0, {}
@@ -650,7 +650,7 @@ def test_buffers_do_not_grow_with_the_world() -> None:
 
 def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
     layout = Layout("zigzag", 128, 8)
-    for route, assignment, expected in (("direct", columns, 2), ("direct", rows, 2), ("ring", rows, 1)):
+    for route, assignment, expected in (("direct", columns, 2), ("direct", rows, 2), ("ring-attention", rows, 1)):
         schedule = Schedule(layout, Mask(), ROUTES[route], 1)
         ops = assigned(schedule, heads(WHOLE, assignment), Direction.BACKWARD).ops
         for n, op in enumerate(ops):

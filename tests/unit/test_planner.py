@@ -429,7 +429,7 @@ def test_explain_tells_what_and_why() -> None:
     assert reported[3].startswith("forward: ") and reported[4].startswith("backward: ") and "MB across" in reported[4]
     assert reported[5].startswith("alternatives, ") and "ulysses_degree=1: " in reported[5]
     assert reported[6].startswith("rates: cpu+ethernet-25g (measured")
-    ring = make_schedule(4096, mask=Mask(), layout="zigzag", route="ring", rank=0, world=4)
+    ring = make_schedule(4096, mask=Mask(), layout="zigzag", route="ring-attention", rank=0, world=4)
     assert "circulate='query', ulysses_degree=1)" in explain.explain(ring.planner, ring.schedule, shape())
     assert "nothing is exchanged" in make_plan(64).explain(batch=1, q_heads=2, kv_heads=2, head_dim=8)
 

@@ -69,7 +69,6 @@ def programs(circulate: str = "query", world: int = 8, **options: object) -> Non
 NODES = Planner(nodes=tuple(rank // 8 for rank in range(64)))
 COUNTED = {  # at most half more than today
     "2,000 documents": (lambda: programs(mask=documents(2000, 1 << 20)), 40_000),
-    "ring": (lambda: programs("key-value", 64, mask=Mask(), route="ring", planner=NODES), 500_000),
     "ring-attention": (lambda: programs("key-value", 64, mask=Mask(), route="ring-attention", planner=NODES), 400_000),
     "65,536 pairs": (lambda: planned(256, Mask()).choose_call(SHAPE), 360_000),
     "4096 ranks, 10,000 documents": (lambda: decided(4096, documents(10_000)), 1_200_000),

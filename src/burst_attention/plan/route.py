@@ -64,38 +64,34 @@ class Use:
 
 @dataclass(frozen=True)
 class Route:
-    """How shards go out and partial results come home.
+    """How shards go out and partial results come home: by one of :data:`ROUTES`.
 
-    ``out`` and ``home`` are ``star`` (directly between owner and user), ``path`` (along the ring of ranks) or ``nodes``
-    (to another node once, and there to the ranks that need it; home in reverse).
+    ``direct``: between owner and user. ``ring-attention``: along the ring of ranks, partial results in the accumulation
+    dtype. ``nodes``: to another node once, and there to the ranks that need it; home in reverse.
 
-    RingAttention is (path, path, exact). The paper's BurstAttention sends dQ around the ring; here dQ goes directly
-    home, so that each partial is rounded once for any world size. A path needs whole heads: it would run through ranks
-    that compute other heads.
+    The paper's BurstAttention sends dQ around the ring; here dQ goes directly home, so that each partial is rounded
+    once for any world size. The ring needs whole heads: it would run through ranks that compute other heads.
     """
 
     name: str
-    out: str
-    home: str
-    exact: bool = False
     nodes: tuple[int, ...] = ()  # each rank's node; empty: each rank is a separate node
 
     @property
     def direct(self) -> bool:
         """Whether each message depends on its two ends alone."""
-        return (self.out, self.home) == ("star", "star")
+        return self.name == "direct"
 
     @property
     def ring(self) -> bool:
-        """Whether messages follow the ring of ranks."""
-        return "path" in (self.out, self.home)
+        """Whether messages follow the ring of ranks, and partial results stay in the accumulation dtype."""
+        return self.name == "ring-attention"
 
     def outward(
         self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, rank: int | None = None
     ) -> Iterator[Edge]:
         """Yield the edges by which ``key``'s tensors reach their users; along a path, only those of ``rank``."""
         away = self._by_distance(key, uses, groups, world)
-        if self.out != "path":
+        if not self.ring:
             for members in self._by_node(away, key.owner):
                 (first, gate), *rest = members
                 yield Edge(first, key.owner, gate, key, Rows.union(uses[rank].rows for _, rank in members))
@@ -125,14 +121,14 @@ class Route:
         ``finished``: a single rank computes the whole result.
         """
         away, later = self._by_distance(key, uses, groups, world), groups.in_flight
-        if self.home != "path":
+        if not self.ring:
             for members in self._by_node(away, key.owner):
                 *rest, (_, gate) = sorted(members, key=lambda member: (uses[member[1]].last, member))
                 step = max([uses[rank].last + later for _, rank in rest] + [uses[gate].last + later - 1])
                 for _, rank in rest:
                     yield Edge(uses[rank].last + later, rank, gate, key, uses[rank].rows, True, True)
                 rows = Rows.union(uses[rank].rows for _, rank in members)
-                yield Edge(step + 1, gate, key.owner, key, rows, True, self.exact, finished)
+                yield Edge(step + 1, gate, key.owner, key, rows, True, False, finished)
             return
         first = min((distance for distance, _ in away), default=world)
         # Hops follow one another from the first user on. None starts before its rank and those behind it are done.
@@ -142,12 +138,12 @@ class Route:
             so_far = Rows.union(uses[user].rows for distance, user in away if distance <= hop)
             step = hop + 1 + max(-first, behind)
             ends = (key.owner + hop) % world, (key.owner + hop + 1) % world
-            yield Edge(step, *ends, key, so_far, True, self.exact)
+            yield Edge(step, *ends, key, so_far, True, True)
 
     @property
     def by_nodes(self) -> bool:
         """Whether messages depend on which ranks share a node."""
-        return self.out == "nodes"
+        return self.name == "nodes"
 
     @cached_property
     def description(self) -> str:
@@ -211,10 +207,10 @@ class Route:
             for rank, use in users.items():
                 step = max(step, use.last + groups.in_flight - (rank == cache_owner))
                 if rank != cache_owner:
-                    yield Edge(use.last + groups.in_flight, rank, cache_owner, key, use.rows, True, self.exact)
+                    yield Edge(use.last + groups.in_flight, rank, cache_owner, key, use.rows, True)
             if cache_owner != key.owner:
                 rows = Rows.union(use.rows for use in users.values())
-                yield Edge(step + 1, cache_owner, key.owner, key, rows, True, self.exact, finished)
+                yield Edge(step + 1, cache_owner, key.owner, key, rows, True, False, finished)
 
 
 def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int]:
@@ -225,12 +221,7 @@ def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int
     return (hop for hop in sorted({into or world, into + 1}, key=lambda hop: hop * hops.step) if hop in hops)
 
 
-ROUTES: dict[str, Route] = {
-    "direct": Route("direct", "star", "star"),
-    "ring": Route("ring", "path", "star"),
-    "ring-attention": Route("ring-attention", "path", "path", exact=True),
-    "nodes": Route("nodes", "nodes", "nodes"),
-}
+ROUTES = {name: Route(name) for name in ("direct", "ring-attention", "nodes")}
 
 if TYPE_CHECKING:
     RouteOrAuto: TypeAlias = str

@@ -154,20 +154,3 @@ class Union:
 def runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return counts[0] integers from begins[0] on, then counts[1] from begins[1] on, and so on."""
     return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-
-
-def painted(
-    owner: np.ndarray, start: np.ndarray, stop: np.ndarray, color: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Paint intervals of owners' rows.
-
-    Return the owner, the number of rows and the greatest color of each painted piece.
-    """
-    apart = int(stop.max(initial=0)) + 1
-    start, stop = owner * apart + start, owner * apart + stop
-    edges = np.unique(np.r_[start, stop])
-    begin, end = np.searchsorted(edges, start), np.searchsorted(edges, stop)
-    greatest = np.full(len(edges), -1)
-    np.maximum.at(greatest, runs(begin, end - begin), np.repeat(color, end - begin))
-    some = np.flatnonzero(greatest >= 0)
-    return edges[some] // apart, edges[some + 1] - edges[some], greatest[some]

@@ -29,8 +29,8 @@ class Strategy:
             separately. ``balanced`` follows the mask: it keeps documents that fit on one rank whole and spreads the
             others.
         route: how a shard reaches the ranks that need it. ``direct``: from its owner to each of them.
-            ``ring``: around the ring; partial results go straight home. ``ring-attention``: both go around the ring.
-            ``nodes``: once to each node, and there from rank to rank.
+            ``ring-attention``: around the ring, and partial results too. ``nodes``: once to each node, and there from
+            rank to rank.
         circulate: which tensors move. ``query``: K and V in the forward; Q, dO and their statistics in the
             backward (BurstAttention, arXiv 2403.09347, algorithm 2). ``key-value``: K and V in both; dK and dV come
             home (RingAttention). ``nearest``: for each pair of shards the one with less than half a ring to go;

@@ -51,10 +51,9 @@ from .standing import (
     two_worlds,
 )
 from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
-from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
+from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly
 
 Remat = Literal["none", "layer", "keep-attention"]
-MOST_FOR_A_RING = 32  # up to this many ranks, the ring route is predicted too, edge by edge
 MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
 MOST_DERIVED = 4  # how many schedules of other masks a schedule caches
 MOST_SIMULATED = 256  # ranks; with more, use the best choice for this many
@@ -119,9 +118,9 @@ class Planner:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
-        direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
-        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys``
-        it is direct. With ``share`` all ranks call this together, and divide the simulations for the layout among them.
+        direct on one node. Over several nodes with several ranks each, ``nodes`` may win. With whole heads the route
+        with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys`` it is
+        direct. With ``share`` all ranks call this together, and divide the simulations for the layout among them.
         Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
@@ -138,16 +137,14 @@ class Planner:
             return direct
         if keys is not None or strategy.chunks not in (0, "auto"):  # routes that forward shards send them one by one
             return direct
-        others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
-        if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # on a ring a rank must know the tiles of every passing shard
-            others.append(replace(direct, route=ROUTES["ring"]))
+        by_nodes = replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))
         if degree == 1:
-            leaving = _rows_leaving(direct, nodes)
-            return min((direct, *others), key=lambda schedule: leaving[schedule.route.name])
-        if self.known is None or world > MOST_FOR_A_RING:
-            return direct
+            straight, once = _rows_leaving(direct, nodes)
+            return by_nodes if once < straight else direct
         known = self.known
-        return min((direct, *others), key=lambda schedule: self.predicted(schedule, known))
+        if known is None or world > MOST_BY_EDGES:
+            return direct
+        return min((direct, by_nodes), key=lambda schedule: self.predicted(schedule, known))
 
     def with_mask(self, schedule: Schedule, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """Return the same schedule under another mask. The last few are cached with their programs.
@@ -237,7 +234,7 @@ class Planner:
         if groups.gather:
             return "key-value"
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
-            partial_bytes = shape.accumulate if schedule.route.exact else shape.partial
+            partial_bytes = shape.accumulate if schedule.route.ring else shape.partial
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)
         return self._best(schedule, shape, [groups]).candidate.circulate
 
@@ -395,12 +392,12 @@ def _splits_by_choice(schedule: Schedule) -> bool:
     return not (schedule.strategy.ulysses_degree == 1 or schedule.layout.world == 1 or schedule.route.ring)
 
 
-def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
-    """Count the key rows that leave the busiest node in a forward, by route; with many ranks, for the first ones."""
+def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> tuple[int, int]:
+    """Count the key rows that leave the busiest node in a forward, directly and by nodes; of many ranks, the first."""
     layout, mask = representative(schedule.layout, schedule.mask)
     world = min(layout.world, MOST_SIMULATED)
     if world < layout.world:
         layout = replace(layout, world=world)
     tiles = wanted_tiles(layout, layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
-    count = {"direct": rows_sent_directly, "nodes": rows_sent_by_nodes, "ring": rows_sent_round}
-    return {name: rows(tiles, np.array(nodes[:world])) for name, rows in count.items()}
+    host = np.array(nodes[:world])
+    return rows_sent_directly(tiles, host), rows_sent_by_nodes(tiles, host)

@@ -19,7 +19,7 @@ from ..plan.cost import Shape
 from ..plan.demand import PassSpec
 from ..plan.groups import Groups
 from ..plan.layout import Layout
-from ..plan.rows import Direction, Payload, Side, Union, painted
+from ..plan.rows import Direction, Payload, Side, Union
 from ..plan.tile import region_tiles
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
@@ -360,16 +360,6 @@ def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
     union = Union.of(tiles[:, 1] * hosts + host[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
     owner, there = np.divmod(union.keys, hosts)
     return _most_by_host(np.where(host[owner] == there, 0, union.counts), owner, host)
-
-
-def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Count the key rows that leave the busiest node if each shard circulates to the last rank that needs it."""
-    world = len(host)
-    owner, counts, distance = painted(tiles[:, 1], tiles[:, 4], tiles[:, 5], (tiles[:, 0] - tiles[:, 1]) % world)
-    crossing = np.bincount(np.r_[owner, owner + distance], np.r_[counts, -counts], minlength=2 * world)
-    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank to the next
-    rank = np.arange(world)
-    return _most_by_host(np.where(host == host[(rank + 1) % world], 0, sent), rank, host)
 
 
 def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:

@@ -248,7 +248,7 @@ def _kernel(case: Case) -> Kernel:
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
     """Return the names of the results whose partials are sent back in the io dtype."""
-    if plan.world == 1 or plan.schedule.route.exact:
+    if plan.world == 1 or plan.schedule.route.ring:
         return ()
     sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
     shape = shape_of(case.dtype, **sizes)
