@@ -19,27 +19,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 from burst_attention import burst_attention, make_plan
 from burst_attention.attention.batch import Chunked, Plans
+from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted, known
+from burst_attention.integrations.hf import known, stub_forward
 from burst_attention.integrations.hf import models as model_checks
-from burst_attention.integrations.hf.parts import attention_configs, check_structure
+from burst_attention.integrations.hf.attention import Attention
+from burst_attention.integrations.hf.parts import attention_configs
 from burst_attention.integrations.hf.stub_forward import body_of, run_body
-from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
+PROMPT = 70  # tokens that a cache over ranks shards
 LARGEST = 20_000_000  # parameters of a model that is run; of larger ones only the parts are looked at
+VISION = "[a vision-language model](#vision-language-models)"
 # Relative L2. Models in fp64 round to fp32 in their norms and rotary angles.
 BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 # Settings that make a model small, each taken where the configuration has it.
@@ -82,6 +89,7 @@ LLAMA4 = {
     "no_rope_layers": [1, 0] * 2,
 }
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {
@@ -140,71 +148,113 @@ class Verdict:
     worst: str = ""
     windows: set[int | None] = field(default_factory=set)
     logits: str = ""
+    generates: str = ""  # equal, different, an error, or how it is refused
     mechanisms: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        figures = f"{self.hidden:.0e} {self.gradients:.0e} {self.logits}"
+        figures = f"{self.hidden:.0e} {self.gradients:.0e} {self.logits} {self.generates}"
         return f"{self.kind:10} {self.model_type:26} {figures} {self.text}"
 
 
 def judge(model_type: str) -> Verdict:
-    """Compare the model over ``WORLD`` ranks with our attention, with a plan for each window."""
-    hf.register()
+    """Compare the model over ``WORLD`` ranks, by ``hf.parallelize``, with the same model in one process."""
     try:
         config, parts = built(model_type)
+        large = sum(parameter.numel() for parameter in parts.parameters()) > LARGEST
     except Exception as error:
-        return Verdict(model_type, "not built", first_line(error))
-    if sum(parameter.numel() for parameter in parts.parameters()) > LARGEST:
-        return _by_parts(model_type, parts, "larger than is run here")
+        return Verdict(model_type, "not built", _reason(model_type, first_line(error)))
+    if large:
+        return _without_weights(model_type, parts, _reason(model_type, "larger than is run here"))
     try:
-        return _by_running(model_type, config)
-    except WorkerError as error:
-        own = [error.errors.get(rank) for rank in range(WORLD)]
-        if all(type(each) in (TypeError, ValueError) and is_ours(each) for each in own):
-            return Verdict(model_type, "refused", str(own[0]))
-        return _by_parts(model_type, parts, first_line(next(each for each in own if each)), kind="error")
+        alone = model_of(model_type, config, "eager")
+        expected = _one_process(model_type, alone)
     except Exception as error:
-        return _by_parts(model_type, parts, first_line(error))
+        return _without_weights(model_type, parts, first_line(error))
+    try:
+        return _by_running(model_type, config, alone, expected)
+    except WorkerError as error:
+        text = refusal(error)
+        others = [each for each in error.errors.values() if each]
+        return Verdict(model_type, "refused", text) if text else Verdict(model_type, "error", first_line(others[0]))
 
 
-def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
-    models = [model_of(model_type, config, "burst")]
+def _reason(model_type: str, otherwise: str) -> str:
+    """Why a model is not built: tests/tools/vision_families.py runs those with images."""
+    return VISION if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else otherwise
+
+
+def refusal(error: WorkerError) -> str:
+    """The error by which the library refuses a model on every rank; empty if any rank has another."""
+    own = [error.errors.get(rank) for rank in range(WORLD)]
+    return str(own[0]) if all(type(each) in (TypeError, ValueError) and is_ours(each) for each in own) else ""
+
+
+def _without_weights(model_type: str, parts: torch.nn.Module, otherwise: str) -> Verdict:
+    """Whether ``hf.parallelize`` refuses a model that can't be run here, which has no memory for its weights."""
+    try:
+        with local_world(WORLD, timeout=60) as ranks:
+            ranks.run(lambda group: hf.parallelize(copy.deepcopy(parts), group))
+    except WorkerError as error:
+        if refusal(error):
+            return Verdict(model_type, "refused", refusal(error))
+    return Verdict(model_type, "not built", otherwise)
+
+
+def _one_process(model_type: str, alone: Any) -> Any:
+    """The output of the model's own forward, and gradients."""
+    if stub_forward.has_stock_loss(alone):
+        alone.loss_function = exact_loss
+    with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):  # it makes its least score in this
+        out = alone(**batch(), use_cache=False)
+        out.hidden = hidden_of(alone, batch()["input_ids"], torch.arange(SEQLEN).repeat(2, 1)).detach()
+    out.loss.backward()
+    return out
+
+
+def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected: Any) -> Verdict:
+    models = [model_of(model_type, config, "eager")]
     models += [copy.deepcopy(models[0]) for _ in range(WORLD - 1)]
-    width = torch.randn(VOCABULARY, 1, generator=_generator(2), dtype=torch.float64)
     windows: set[int | None] = set()
-    mechanisms = mechanisms_of(models[0], config)
+    mechanisms = mechanisms_of(alone, config)
 
-    def rank(group: Any) -> tuple[torch.Tensor, float]:
-        full = make_plan(SEQLEN, group=group)
-        plan = plans_of(full, config)
-        shard = hf.shard_batch(batch(), plan)
-        body = body_of(models[full.rank])
-        model_checks.check_layers(body.config)  # as hf.parallelize does
-        check_structure(body)
-        model_checks.is_causal(body)
-        converted.convert(body)
-        plan = Plans(plan, positions=shard["position_ids"])  # as a parallelized model's plans
-        full.usage.note(shard["position_ids"])
-        with converted.running(body, Plans.of(plan)):
-            hidden = hidden_of(
-                models[full.rank],
-                shard["input_ids"],
-                shard["position_ids"],
-                plan=plan,
-                attend=functools.partial(_noting, windows, mechanisms),
-            )
-        loss = next_token_loss(hidden, head_of(hidden, width), shard["shift_labels"], full)
+    def rank(group: Any) -> tuple[float, torch.Tensor, torch.Tensor | Exception]:
+        model = hf.parallelize(models[group.rank()], group, gradients="sum", timeout=60)
+        loss = model(**batch()).loss
         loss.backward()
-        return full.unshard(hidden.detach(), 1), loss.item()
+        with torch.no_grad():
+            logits = model(input_ids=batch()["input_ids"], logits="gather").logits
+        try:
+            return loss.item(), logits, _generated(model, past_key_values=ShardedCache(model.config, group))
+        except Exception as error:
+            return loss.item(), logits, error
 
-    with local_world(WORLD, timeout=30) as ranks:
-        hidden, loss = ranks.run(rank)[0]
-    verdict = _compared(model_type, config, models, hidden, loss, width)
+    noting = functools.partial(_noting, windows, mechanisms)
+    with mock.patch.dict(Attention.__call__.__kwdefaults__, attend=noting), local_world(WORLD, timeout=60) as ranks:
+        answers = ranks.run(rank)
+    verdict = _compared(model_type, alone, expected, models, *answers[0][:2])
     verdict.windows, verdict.mechanisms = windows, mechanisms
-    reported = _reported_by_the_checks(models, config)
+    verdict.generates = _of_tokens(alone, [tokens for _, _, tokens in answers])
+    if verdict.generates in ("different", "error"):
+        verdict.kind, verdict.text = verdict.generates, f"generate: {answers[0][2]}"
+    reported = _reported_by_the_checks(model_type, config)
     if reported:
         verdict.kind, verdict.text = "error", f"{verdict.kind}, but the checks report: {reported}"
     return verdict
+
+
+def _generated(model: Any, **cache: Any) -> torch.Tensor:
+    ids = torch.randint(3, VOCABULARY, (1, PROMPT), generator=_generator(2))
+    return model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, **cache)
+
+
+def _of_tokens(alone: Any, made: list[torch.Tensor | Exception]) -> str:
+    """Whether the ranks' tokens are those of one process: equal, different, error, or how they are refused."""
+    if any(isinstance(each, Exception) for each in made):
+        refused = all(type(each) in (TypeError, ValueError) and is_ours(each) for each in made)
+        return str(made[0]) if refused else "error"
+    # transformers' cache drops keys beyond a window that such a model's layers don't use.
+    expected = _generated(alone, use_cache=alone.config.model_type not in known.WITHOUT_WINDOW)
+    return "equal" if all(torch.equal(each, expected) for each in made) else "different"
 
 
 def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
@@ -214,40 +264,40 @@ def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
 
 
 def _compared(
-    model_type: str, config: PreTrainedConfig, models: list[Any], hidden: torch.Tensor, loss: float, width: torch.Tensor
+    model_type: str, alone: Any, expected: Any, models: list[Any], loss: float, logits: torch.Tensor
 ) -> Verdict:
-    alone = model_of(model_type, config, "eager")
-    ids = batch()["input_ids"]
-    with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):  # it makes its least score in this
-        expected = hidden_of(alone, ids, torch.arange(SEQLEN).repeat(len(ids), 1))
-        logits = _after_the_product(alone, ids, expected)
-    head = head_of(expected, width)
-    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
-    expected_loss = F.cross_entropy((expected @ head.T).flatten(0, 1), targets.flatten())
-    expected_loss.backward()
-    apart = {"hidden": relative(hidden, expected.detach()), "loss": abs(loss / expected_loss.item() - 1)}
+    """Compare the loss, the logits and the gradient of each parameter with those of one process."""
+    off = max(abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach()))
     gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    apart = apart_of(gradients, models)
+    worst = max(gradients, key=lambda name: apart[name])
+    right = off <= BOUND and apart[worst] <= GRADIENT_BOUND
+    text = "" if right else f"loss or logits by {off:.0e}, {worst} by {apart[worst]:.0e}"
+    head = _form_of(alone.get_output_embeddings(), expected.hidden, logits)
+    return Verdict(model_type, "equal" if right else "different", text, off, apart[worst], worst, logits=head)
+
+
+def apart_of(gradients: dict[str, torch.Tensor], models: list[Any]) -> dict[str, float]:
+    """How far the sum over the ranks' models is from each gradient, relative to its norm."""
     # A gradient that is nothing but rounding has no digits to compare.
     floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
     ours = [dict(model.named_parameters()) for model in models]
-    for name, gradient in gradients.items():
-        total = sum(mine[name].grad for mine in ours if mine[name].grad is not None)
-        apart[name] = ((total - gradient).norm() / max(gradient.norm().item(), floor)).item()
-    worst = max(gradients, key=lambda name: apart[name])
-    right = max(apart["hidden"], apart["loss"]) <= BOUND and apart[worst] <= GRADIENT_BOUND
-    return Verdict(
-        model_type,
-        "equal" if right else "different",
-        "" if right else f"{worst} by {apart[worst]:.0e}",
-        max(apart["hidden"], apart["loss"]),
-        apart[worst],
-        worst,
-        logits=logits,
-    )
+    totals = {name: sum(mine[name].grad for mine in ours if mine[name].grad is not None) for name in gradients}
+    return {
+        name: ((totals[name] - gradient).norm() / max(gradient.norm().item(), floor)).item()
+        for name, gradient in gradients.items()
+    }
 
 
-def _reported_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
+def exact_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """transformers' next-token loss without its cast of the logits to fp32."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _reported_by_the_checks(model_type: str, config: PreTrainedConfig) -> str:
     """What ``hf.check_model`` or ``hf.check_config`` refuses."""
+    models = [model_of(model_type, config, "burst")]
+    models += [copy.deepcopy(models[0]) for _ in range(WORLD - 1)]
 
     def rank(group: Any) -> None:
         full = make_plan(SEQLEN, group=group)
@@ -262,25 +312,13 @@ def _reported_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
     return ""
 
 
-def _after_the_product(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> str:
-    """Whether the model's logits are its hidden states times its head's weight and nothing else."""
-    head = model.get_output_embeddings()
+@torch.no_grad()
+def _form_of(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> str:
+    """Whether the logits are hidden states times the head's weight and nothing else."""
     if head is None or head.weight.shape[1] != hidden.shape[2]:
         return "no plain head"
-    with torch.no_grad():
-        product = hidden @ head.weight.T
-        logits = model(ids, use_cache=False).logits
+    product = hidden @ head.weight.T
     return "" if logits.shape == product.shape and relative(logits, product) <= BOUND else "changed after the product"
-
-
-def _by_parts(model_type: str, parts: torch.nn.Module, otherwise: str, kind: str = "not built") -> Verdict:
-    """The verdict of ``hf.check_model`` on a model that can't be run here, by its parts alone."""
-    try:
-        model_checks.check_layers(parts.config)
-        check_structure(parts)
-    except ValueError as error:
-        return Verdict(model_type, "refused", str(error))
-    return Verdict(model_type, kind, otherwise)
 
 
 def built(model_type: str) -> tuple[PreTrainedConfig, Any]:
@@ -347,10 +385,9 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
     config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64
     torch.manual_seed(0)
-    kind = model_class(model_type)
+    model = model_class(model_type)(config).double().eval()
     if mixers_of(parts):  # their decays and sums over the sequence magnify the fp32 in modeling files
-        kind = getattr(double_module(kind.__module__.split(".")[-2]), kind.__name__)
-    model = kind(config).double().eval()
+        make_exact(body_of(model))
     if own:
         for each in attention_configs(model):
             each._attn_implementation = implementation
@@ -359,6 +396,17 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model
+
+
+def make_exact(body: Any) -> None:
+    """Let a body's parts compute in fp64 what their modeling file casts to fp32; heads and forwards stay stock."""
+    exact = double_module(type(body).__module__.split(".")[-2])
+    for part in body.modules():
+        own = type(part).__module__
+        for name, value in vars(part).items():
+            if inspect.isfunction(value) and value.__module__ == own:
+                setattr(part, name, getattr(exact, value.__name__))
+        part.__class__ = getattr(exact, type(part).__name__, type(part))
 
 
 @functools.cache
@@ -403,11 +451,6 @@ def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
 
 def hidden_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
     return run_body(body_of(model), input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
-
-
-def head_of(hidden: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """A head for any width: what a family's own does to the logits is another question."""
-    return (width * torch.linspace(-1, 1, hidden.shape[-1], dtype=width.dtype)).sin().to(hidden.dtype)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -458,7 +501,7 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         f"All {len(verdicts)} model types of transformers {transformers.__version__}: {WORLD} ranks, {SEQLEN} tokens.",
         "",
-        f"**Equal** ({len(equal)}): hidden states and loss differ by at most {apart} (relative L2).",
+        f"**Equal** ({len(equal)}): loss and logits differ by at most {apart} (relative L2).",
         "",
         "| mechanism | model types |",
         "|---|---|",
@@ -472,8 +515,10 @@ def page(verdicts: list[Verdict]) -> str:
     lines += [
         f"| {name} | {', '.join(types)} |" for name, types in sorted(rows.items(), key=lambda row: row[0].lower())
     ]
-    lines += ["", *reasons(verdicts)]
-    return "\n".join(lines)
+    generate = sorted(verdict.model_type for verdict in equal if verdict.generates == "equal")
+    listed = f"**Generate over ranks** ({len(generate)}): with a `ShardedCache`, one process's tokens after a prompt of"
+    lines += ["", f"{listed} {PROMPT}. All others refuse the cache.", "", f"{', '.join(generate)}.", ""]
+    return "\n".join([*lines, *reasons(verdicts)])
 
 
 def reasons(verdicts: Iterable[Any]) -> list[str]:

@@ -23,19 +23,33 @@ MECHANISMS = {
     "gemma2": {"soft cap"},
     "llama4_text": {"chunks"},
     "gpt_neo": {"scores"},
+    "openai-gpt": {"scores"},
     "bart": {"positions"},
     "bert": {"encoder"},
     "roformer": {"encoder", "scores", "positions"},
 }
 BOTH = {None, families.WINDOW}
-WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss"), BOTH)
-# Attentions that compute their scores themselves don't get the tool's ``attend``.
-WINDOWS |= dict.fromkeys(("mamba", "nemotron", "gpt_neo", "roformer"), frozenset())
+WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo"), BOTH) | {"mamba": set()}
+# How the others refuse to generate with a cache over ranks.
+REFUSED_CACHES = {
+    "nemotron": "a custom attention or counts positions",
+    "gpt_bigcode": "has learned positions",
+    "gpt_neo": "a custom attention or counts positions",
+    "mamba": "has no attention",
+    "bart": "a custom head or forward",
+    "bert": "a custom head or forward",
+    "roformer": "a custom head or forward",
+    "llama4_text": "has learned positions, or none that are rotary",
+    "openai-gpt": "takes no cache",
+}
 
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "gpt_neox", "gemma3_text", "cohere2", "mixtral", "deepseek_v3", "nemotron", "gpt_bigcode", *MECHANISMS],
+    [
+        *("llama", "gpt_neox", "gemma3_text", "cohere2", "mixtral", "deepseek_v3", "nemotron", "gpt_bigcode", "moshi"),
+        *MECHANISMS,
+    ],
 )
 def test_equal(model_type):
     verdict = families.judge(model_type)
@@ -43,6 +57,7 @@ def test_equal(model_type):
     assert verdict.windows == WINDOWS.get(model_type, {None})
     assert verdict.mechanisms == MECHANISMS.get(model_type, set())
     assert bool(verdict.logits) == (model_type in ("cohere2", "gemma2", "bert", "roformer"))
+    assert REFUSED_CACHES.get(model_type, "equal") in verdict.generates
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -60,7 +75,7 @@ def test_the_page_names_each_model_and_groups_reasons():
         families.Verdict("mixed", "equal", hidden=2e-7, gradients=1e-7, windows={None, 5}, mechanisms={"sinks"}),
     ]
     page = families.page(verdicts)
-    assert "**Equal** (2): hidden states and loss differ by at most 2e-07, gradients by 2e-07" in page
+    assert "**Equal** (2): loss and logits differ by at most 2e-07, gradients by 2e-07" in page
     assert "| attention alone | plain |" in page and "| sinks | mixed |" in page and "| windows | mixed |" in page
     assert page.endswith("**Refused** (2):\n\n- no1 (Own1), no2 (Own2): mixes tokens")
 

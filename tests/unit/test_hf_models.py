@@ -578,6 +578,14 @@ def test_moshi_runs_beyond_the_window_of_its_configuration():
     assert abs(hf.parallelize(model)(input_ids=ids, labels=ids).loss - alone) <= 1e-6
 
 
+def test_a_window_that_the_configuration_lacks_names_its_settings():
+    """Not plans, which ``parallelize`` makes itself."""
+    model = hf.parallelize(make_model("qwen2"))
+    model.model.layers[1].self_attn.sliding_window = 3
+    with pytest.raises(ValueError, match=r"sliding_window=3 .*; set layer_types and sliding_window of the config"):
+        model(**make_batch())
+
+
 def test_a_model_without_a_head_names_the_class_to_load():
     with pytest.raises(TypeError, match=r"model is a LlamaModel, and .* load it by AutoModelForCausalLM"):
         hf.parallelize(make_model("llama").model)

@@ -72,6 +72,8 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
     """
     base: Plan = model._burst.plans.base
     with base.agreement.entering("generate"):
+        if "past_key_values" not in stub_forward.parameters_of(model.stock_class.forward):
+            raise ValueError(f"past_key_values: {type(model).__name__} takes no cache; call generate without one")
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
         limits = _limits(model)
         ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)

@@ -188,8 +188,7 @@ class _Mixer(nn.Module):
                 cache = kwargs.pop(name)
         with plan.agreement.entering("a recurrent layer", once=True):
             _check(plan.length, plan.seqlen, args, kwargs)
-        if not derived:
-            checks.mark_attended(plans, kwargs.get("position_ids"))
+        checks.mark_attended(plans, plans.positions if derived else kwargs.get("position_ids"))
         with nullcontext() if cache is None else cache.recurring(self.layer_idx) as past:
             return over_runs(self, RunExchange(plan, past=past))(*args, **kwargs)
 
