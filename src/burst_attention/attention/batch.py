@@ -205,7 +205,7 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
         _check_batch(batch, one)
         ids, labels = batch["input_ids"], batch.get("labels")
         targets = None if labels is None else one.shift_labels(labels, ignore_index=ignore_index)
-        fields = batch_fields(one, input_ids=ids, labels=targets)
+        fields = {} if one.world == 1 else batch_fields(one, input_ids=ids, labels=targets)
     one.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
     return shard_tokens(ids, targets, one)
 
@@ -225,8 +225,6 @@ def shard_tokens(
 
 def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
     """Return what ranks compare before they compute on a batch: its documents, and a digest of each tensor."""
-    if plan.world == 1:
-        return {}
     here = on_host({name: x for name, x in tensors.items() if x is not None})
     digests = {f"the digest of {name}": digest_of(here[name]) if name in here else None for name in tensors}
     return {"documents": plan.schedule.description["mask"], **digests}

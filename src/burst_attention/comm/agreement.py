@@ -129,11 +129,18 @@ RECORD_BYTES = 2048
 REMEMBERED = 1 << 12  # calls that need no second agreement, by name; a scale that changes makes a new one
 TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
 _ORDER = "earlier calls and the order of their backwards"
-_REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
 class DisagreementError(ValueError):
     """The ranks of one group made different calls, or the same call with different arguments."""
+
+
+# The first class that fits an error: a disagreement along another axis of a mesh stays one.
+_REFUSALS: dict[str, type[Exception]] = {
+    "TypeError": TypeError,
+    "DisagreementError": DisagreementError,
+    "ValueError": ValueError,
+}
 
 
 class PeerError(RuntimeError):
@@ -271,6 +278,56 @@ class Agreement:
         if everyone.agreed and not gathers:
             return None
         return [json.loads(record) for record in gather(self.transport, encoded, everyone.size, label)]
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """How all ranks of a mesh's two axes agree: along the inner axis first, then along the outer one.
+
+    What a rank refuses, all ranks of both axes raise.
+
+    Args:
+        outer: the agreement of the ranks that share a sequence.
+        inner: the agreement of the ranks of a tensor-parallel axis, which compute the same tokens; None without one.
+    """
+
+    outer: Agreement
+    inner: Agreement | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank takes part."""
+        return self.outer.transport.world == 1 and self.inner is None
+
+    @contextmanager
+    def entering(self, call: str) -> Iterator[None]:
+        """As :meth:`Agreement.entering`."""
+        with self.outer.entering(call):
+            if self.inner is None:
+                yield
+                return
+            with self.inner.entering(over_axis(call)):
+                yield
+
+    def agree(
+        self,
+        call: str,
+        fields: Mapping[str, Any],
+        *,
+        outer: Mapping[str, Any] | None = None,
+        inner: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """As :meth:`Agreement.agree`. ``outer``, ``inner``: fields that only the ranks of one axis compare."""
+        if self.inner is not None:
+            with self.outer.entering(call):
+                self.inner.agree(over_axis(call), {**fields, **(inner or {})}, **options)
+        self.outer.agree(call, {**fields, **(outer or {})}, **options)
+
+
+def over_axis(call: str) -> str:
+    """Return how errors name a call that the ranks of a tensor-parallel axis compare."""
+    return f"{call} (over the ranks of the axis tp)"
 
 
 def _encoded(record: dict[str, Any]) -> bytes:

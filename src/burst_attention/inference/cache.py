@@ -19,6 +19,7 @@ from burst_attention.attention.batch import Reach
 from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
+from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.cached import SHORT, digest_text
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
@@ -98,6 +99,7 @@ class ShardedCache(DealtCache):
         # Versions of the weights of models that filled the cache, or will.
         self._models: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
         self._filling: _Filling | None = None
+        self._cut = 1  # over how many ranks tensor parallelism cut the model that filled the cache
         self._last = 0  # the layer of the last update
 
     @property
@@ -152,6 +154,11 @@ class ShardedCache(DealtCache):
                 raise ValueError(f"the cache is empty or failed ({self.failure}); generate with it before you save it")
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise ValueError(f"folder={str(folder)!r} exists and is not empty; pass a new folder")
+            if self._cut > 1:
+                raise ValueError(
+                    f"the cache was filled by a model cut over {self._cut} tensor-parallel ranks and can't be saved; "
+                    "fill it by a model without tensor parallelism"
+                )
         self.agreement.agree("save", self.describe())
         with self.agreement.entering("the end of save"):
             path.mkdir(parents=True, exist_ok=True)
@@ -230,9 +237,15 @@ class ShardedCache(DealtCache):
                 f"prefill_chunk={self.prefill_chunk} can't be combined with layout={base.layout!r} of hf.parallelize; "
                 "use strategy=None, or make ShardedCache without prefill_chunk"
             )
+        cut = tensor_axis.ranks_of(model)
         if not self.length:  # no keys depend on any weights
-            self.weights = None
+            self.weights, self._cut = None, cut
             self._models.clear()
+        if cut != self._cut:
+            raise ValueError(
+                f"past_key_values was filled by a model cut over {self._cut} tensor-parallel ranks, this one is cut "
+                f"over {cut}; make a new ShardedCache"
+            )
         versions = _versions_of(model)
         before = self._models.get(model, versions)
         changed = [name for name in versions if before.get(name) != versions[name]]

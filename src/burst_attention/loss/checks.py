@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from ..attention.batch import digest_of
 from ..attention.passes import is_dtensor
 from ..attention.plan import Plan
 from ..comm.link import real
 from .head import Head
+from .tokens import Measurement
 
 
 def divisor_of(num_valid: Any) -> float | None:
@@ -68,10 +70,10 @@ def check_arguments(
             f"labels has shape {list(labels.shape)}, not hidden's {list(hidden.shape[:2])}; pass plan.shard_labels"
         )
     here = labels.detach().cpu()  # for a GPU the one wait of a loss's forward
-    wrong = (here != ignore_index) & ((here < 0) | (here >= weight.shape[0]))
+    wrong = (here != ignore_index) & ((here < 0) | (here >= head.vocabulary))
     if wrong.any():
         raise ValueError(
-            f"labels holds {here[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
+            f"labels holds {here[wrong][0].item()}, neither in [0, {head.vocabulary}) nor ignore_index={ignore_index}"
         )
     if plan.world > 1:
         plan.usage.check(labels)
@@ -99,6 +101,31 @@ def _check_logits(hidden: torch.Tensor, head: Head) -> None:
         raise TypeError(f"bias has dtype {bias.dtype}, hidden {hidden.dtype}; cast one of them")
 
 
+def fields_of_axis(
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement, **others: Any
+) -> dict[str, Any]:
+    """Return what the ranks of a tensor-parallel axis must pass equally; nothing if the head is whole.
+
+    Ranks that differ would wait for one another, or merge what does not belong together.
+    """
+    if head.part is None:
+        return {}
+    grad = torch.is_grad_enabled()
+    return {
+        "the digest of labels": digest_of(labels),
+        "ignore_index": ignore_index,
+        "hidden": [str(hidden.dtype), *hidden.shape],
+        "chunk_tokens": measurement.chunk_tokens,
+        "outputs": list(measurement.measures),
+        "temperature": measurement.temperature,
+        "factor": head.form.factor,
+        "softcap": head.form.softcap,
+        "whether hidden needs a gradient": grad and hidden.requires_grad,
+        "whether lm_head_weight needs a gradient": grad and head.weight.requires_grad,
+        **others,
+    }
+
+
 def check_temperature(temperature: Any) -> None:
     """Check the number that logits are divided by."""
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
@@ -124,7 +151,8 @@ def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
         if is_dtensor(tensor):
             raise TypeError(
                 f"{name} is a DTensor, which may hold only a part; under FSDP call next_token_loss inside the root "
-                "module's forward, where parameters are unsharded, and elsewhere pass full_tensor()"
+                "module's forward, where parameters are unsharded, and elsewhere pass full_tensor(). (A head may be "
+                "cut by the vocabulary, along one axis of a mesh)"
             )
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; put them on one device")

@@ -1,13 +1,25 @@
-"""A model's head: the logits of hidden states, and the matrix products for them."""
+"""A model's head: the logits of hidden states, and the matrix products for them.
+
+Under tensor parallelism each rank holds some rows of the head's weight, and so some of the vocabulary's logits
+(Megatron-LM, arXiv 1909.08053, section 3). Every rank of that axis has the same hidden states and labels.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+
+from ..attention.passes import is_dtensor
+from ..comm.agreement import Agreement, over_axis
+from ..comm.link import connect
 
 CHUNK_ELEMENTS = 2**22
 
@@ -32,12 +44,105 @@ class LogitForm:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """The rows of a head's weight that this rank of a tensor-parallel axis holds, and exchanges with the others."""
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]  # rows by rank
+
+    @property
+    def first(self) -> int:
+        """The first token id of this rank."""
+        return sum(self.sizes[: self.rank])
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """The agreement of the axis."""
+        return connect(self.group, None)[1]
+
+    def place(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (row of this part, whether the part has it) for token ids [n]. A row is 0 where it is not here."""
+        row = target - self.first
+        inside = (row >= 0) & (row < self.sizes[self.rank])
+        return torch.where(inside, row, 0), inside
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return every rank's tensor of one shape, by rank: [ranks, ...]."""
+        every = own.new_empty(len(self.sizes), *own.shape)
+        dist.all_gather([*every.unbind(0)], own.contiguous(), group=self.group)
+        return every
+
+    def sum_(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, in place."""
+        dist.all_reduce(own, group=self.group)
+        return own
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V] of all parts, from this rank's [..., V of the part]."""
+        wide = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
+        return torch.cat([x[..., :n] for x, n in zip(self.gather(wide), self.sizes, strict=True)], -1)
+
+
+def is_cut(weight: Any) -> bool:
+    """Return whether a weight [V, E], or bias [V], is a DTensor that is cut by the vocabulary, along one axis."""
+    if not is_dtensor(weight) or weight.device_mesh.ndim != 1:
+        return False
+    (placement,) = weight.placements
+    return bool(placement.is_shard(0)) and type(placement).__name__ == "Shard"  # not a strided one
+
+
+@dataclass(frozen=True, eq=False)
 class Head:
     """A model's head: logits [..., V] are ``form`` of ``hidden @ weight.T + bias``, hidden states are [..., E]."""
 
-    weight: torch.Tensor  # [V, E]
-    bias: torch.Tensor | None = None  # [V]; None for no bias
+    weight: torch.Tensor  # [V, E]; with a part, its rows
+    bias: torch.Tensor | None = None  # [V], or the part's; None for no bias
     form: LogitForm = LogitForm()
+    part: Part | None = None  # None: this rank has the whole vocabulary
+
+    @staticmethod
+    def of(weight: Any, bias: Any = None, form: LogitForm = LogitForm()) -> Head:
+        """Return a head of tensors, or of DTensors that are cut by the vocabulary."""
+        if not is_cut(weight) or weight.device_mesh.size() == 1:
+            whole = is_cut(weight)  # on an axis of one rank
+            return Head(weight.to_local() if whole else weight, bias.to_local() if is_cut(bias) else bias, form)
+        if bias is not None and not (is_cut(bias) and bias.device_mesh == weight.device_mesh):
+            raise TypeError("bias is not cut like lm_head_weight; cut both by the vocabulary, along one axis")
+        mesh, ranks, rows = weight.device_mesh, weight.device_mesh.size(), weight.shape[0]
+        size = -(-rows // ranks)  # as torch.chunk cuts
+        sizes = tuple(max(0, min(rows, size * (n + 1)) - size * n) for n in range(ranks))
+        part = Part(mesh.get_group(), mesh.get_local_rank(), sizes)
+        local = weight.to_local()
+        if not min(sizes) or local.shape[0] != sizes[part.rank]:
+            raise ValueError(
+                f"lm_head_weight has {rows} rows, cut into {local.shape[0]} on rank {part.rank} of {ranks}; every rank "
+                "needs at least one row, and all but the last the same number"
+            )
+        return Head(local, None if bias is None else bias.to_local(), form, part)
+
+    def local(self) -> Head:
+        """Return the head with this rank's part of a weight that is cut by the vocabulary."""
+        return Head.of(self.weight, self.bias, self.form)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the head knows."""
+        return self.weight.shape[0] if self.part is None else sum(self.part.sizes)
+
+    @contextmanager
+    def entering(self, call: str) -> Iterator[None]:
+        """Guard checks of ``call``: if they raise on a rank, all ranks of the head's axis raise."""
+        if self.part is None:
+            yield
+            return
+        with self.part.agreement.entering(over_axis(call)):
+            yield
+
+    def agree(self, call: str, fields: Mapping[str, Any]) -> None:
+        """Check that all ranks of the head's axis make the same call, before they exchange parts of it."""
+        if self.part is not None:
+            self.part.agreement.agree(over_axis(call), fields, remedy=SAME_ON_AXIS)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -47,12 +152,56 @@ class Head:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return all logits [..., V] of hidden [..., E], in its dtype and without a gradient."""
-        return self.form.apply_(F.linear(hidden, self.weight, self.bias))
+        logits = self.form.apply_(F.linear(hidden, self.weight, self.bias))
+        return logits if self.part is None else self.part.whole(logits)
+
+    def differentiable_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return all logits [..., V] with a gradient; each rank of the head's axis computes the same loss of them."""
+        if self.part is None:
+            return self.form.apply(F.linear(hidden, self.weight, self.bias))
+        own = F.linear(SummedGradient.apply(hidden, self.part.group), self.weight, self.bias)
+        return self.form.apply(_Whole.apply(own, self.part))
 
     def chunk(self, hidden: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Return logits [n, V] in the compute dtype. Hidden [n, E] and the weight come from :func:`operand`."""
+        """Return logits [n, V] in the compute dtype, with a part its own.
+
+        Hidden [n, E] and the weight come from :func:`operand`.
+        """
         logits = product(hidden, weight.T, compute)
         return self.form.apply_(logits if self.bias is None else logits.add_(self.bias))
+
+
+class SummedGradient(torch.autograd.Function):
+    """Return a tensor unchanged; sum its gradient over a group. Each rank computes a part of what follows from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return ``x``."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the sum over the group. A copy is summed: others may hold the given gradient."""
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Whole(torch.autograd.Function):
+    """Gather the logits of all parts; the gradient of this rank's part is a slice of the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, part: Part) -> torch.Tensor:
+        ctx.part = part
+        return part.whole(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.narrow(-1, ctx.part.first, ctx.part.sizes[ctx.part.rank]), None
+
+
+SAME_ON_AXIS = "The ranks of a tensor-parallel axis compute the same tokens: pass the same on all of them"
 
 
 def operand(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:

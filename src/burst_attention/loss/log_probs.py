@@ -10,7 +10,7 @@ import torch
 
 from ..attention.passes import check_transforms
 from ..attention.plan import Plan
-from .checks import check_arguments, check_outputs, check_plan, check_temperature
+from .checks import check_arguments, check_outputs, check_plan, check_temperature, fields_of_axis
 from .head import Head, LogitForm
 from .tokens import MEASURES, Measurement, measure
 
@@ -85,15 +85,17 @@ def token_log_probs(
     """
     check_plan(plan)
     with plan.agreement.entering("token_log_probs", once=True):
-        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
-        check_temperature(temperature)
-        measures = check_outputs(outputs, MEASURES)
-        _check_last(labels, plan, ignore_index)
-        check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
+        with head.entering("token_log_probs"):
+            here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+            check_temperature(temperature)
+            measures = check_outputs(outputs, MEASURES)
+            _check_last(labels, plan, ignore_index)
+            check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
+        head.agree("token_log_probs", fields_of_axis(hidden, head, here, ignore_index, measurement))
     plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures), once=True)
     with plan.agreement.entering("unshard", once=True):  # the next call in which ranks meet
-        measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
         local = _own_table(hidden, head, here, ignore_index, measurement)
     whole = plan.unshard(local, 2, grad="slice")
     return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)

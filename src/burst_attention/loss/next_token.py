@@ -10,7 +10,7 @@ import torch
 
 from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
-from .checks import check_arguments, check_plan, divisor_of
+from .checks import check_arguments, check_plan, divisor_of, fields_of_axis
 from .head import Head, LogitForm
 from .tokens import Measurement, measure
 
@@ -37,7 +37,8 @@ def next_token_loss(
     Args:
         hidden: [B, S_local, E], this rank's shard, after the model's last norm; fp64, fp32, bf16 or fp16.
         lm_head_weight: [V, E], same dtype and device. It may be the tied embedding. Under FSDP it must be whole, so
-            call this inside the root module's forward.
+            call this inside the root module's forward. Under tensor parallelism: a DTensor of a 1-D mesh, cut by the
+            vocabulary (``Shard(0)``), as is ``bias``; all ranks of the mesh pass equal hidden states and labels.
         labels: integers [B, S_local] in [0, V) or ``ignore_index``, already shifted: the result of
             ``plan.shard_labels``. Shifting after sharding would lose one token per shard border.
         plan: the plan that sharded the sequence.
@@ -63,10 +64,13 @@ def next_token_loss(
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_loss"):
-        divisor, head = divisor_of(num_valid), Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
-        check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
+        with head.entering("next_token_loss"):
+            divisor = divisor_of(num_valid)
+            here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+            check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_loss", head.form, chunk_tokens=chunk_tokens)
+        head.agree("next_token_loss", fields_of_axis(hidden, head, here, ignore_index, measurement, num_valid=divisor))
         _, log_probs = measure(hidden, head, here, ignore_index, measurement)
     bias_length = None if bias is None else len(bias)
     same = {"num_valid": divisor, "factor": factor, "softcap": softcap, "the length of bias": bias_length}
@@ -104,10 +108,12 @@ def next_token_nll(
     """
     check_plan(plan)
     with plan.agreement.entering("unshard", once=True):  # where ranks meet next
-        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
-        check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
+        with head.entering("next_token_nll"):
+            here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+            check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_nll", head.form, chunk_tokens=chunk_tokens)
+        head.agree("next_token_nll", fields_of_axis(hidden, head, here, ignore_index, measurement))
         rows, log_probs = measure(hidden, head, here, ignore_index, measurement)
         nll = torch.zeros(labels.numel(), dtype=log_probs.dtype, device=log_probs.device)
         nll[rows] = -log_probs[0]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..attention.passes import check_batches, check_transforms, differentiable_once
-from .head import Head, LogitForm, default_chunk, operand, product
+from .head import Head, LogitForm, Part, default_chunk, operand, product
 
 MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
@@ -31,14 +31,14 @@ class Measurement:
 def measure(
     hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the measures of this rank's labels [B, S_local], on the CPU. Exchanges nothing.
+    """Compute the measures of this rank's labels [B, S_local], on the CPU. Exchanges nothing but parts of the head.
 
     Returns (rows, table): int64 [n], the labels' indices in the flattened ``labels``, and [measures, n] in fp32 (fp64).
     """
     label = labels.flatten()
     rows = (label != ignore_index).nonzero().squeeze(1)
     rows, target = (x.to(hidden.device, non_blocking=True) for x in (rows, label[rows].long()))
-    return rows, _Measure.apply(hidden, head.weight, head.bias, rows, target, measurement)
+    return rows, _Measure.apply(hidden, head.weight, head.bias, rows, target, measurement, head.part)
 
 
 class _Measure(torch.autograd.Function):
@@ -61,6 +61,9 @@ class _Measure(torch.autograd.Function):
     Saved: hidden, W and b (as given), rows, t, lse and H (n numbers each). The backward computes z again, because z
     for all tokens would not fit. dW and db are summed over chunks in fp32 (fp64 for fp64) and rounded once. r, u and
     f / T are applied after the products, because a mean's 1 / n would flush dy to zero in fp16.
+
+    With a part of the vocabulary, ranks gather what each has of a chunk (lse, z[t], and so on), merge it in rank order,
+    and sum r (f / T) dy W in fp32 before its rounding; dW and db are the part's.
     """
 
     @staticmethod
@@ -72,20 +75,22 @@ class _Measure(torch.autograd.Function):
         rows: torch.Tensor,
         target: torch.Tensor,
         measurement: Measurement,
+        part_of: Part | None,
     ) -> torch.Tensor:
         """Compute the measures [measures, rows], one chunk of logits at a time."""
         compute, flat = torch.float64 if hidden.dtype == torch.float64 else torch.float32, hidden.flatten(0, 1)
-        head, measures = Head(weight, bias, measurement.form), measurement.measures
+        head, measures = Head(weight, bias, measurement.form, part_of), measurement.measures
         table = torch.empty(len(measures), len(rows), dtype=compute, device=hidden.device)
         lse = torch.empty(len(rows), dtype=compute, device=hidden.device)
-        ctx.chunk, ctx.measurement = measurement.chunk_tokens or default_chunk(len(rows), *weight.shape), measurement
+        most = weight.shape[0] if part_of is None else max(part_of.sizes)  # ranks of an axis take equal chunks
+        ctx.chunk = measurement.chunk_tokens or default_chunk(len(rows), most, weight.shape[1])
+        ctx.measurement, ctx.part = measurement, part_of
         with torch.autocast(hidden.device.type, enabled=False):
             w = operand(weight, compute)
             for part in _parts(len(rows), ctx.chunk):
                 logits = head.chunk(operand(flat[rows[part]], compute), w, compute)
                 logits = _divided_(logits, measurement.temperature)
-                lse[part] = torch.logsumexp(logits, 1)
-                table[:, part] = _measured(measures, logits, lse[part], target[part])
+                table[:, part], lse[part] = _measured(measures, logits, target[part], part_of)
         entropy = table[measures.index("entropy")].clone() if "entropy" in measures else None
         ctx.save_for_backward(hidden, weight, bias, rows, target, lse, entropy)
         return table
@@ -96,22 +101,57 @@ class _Measure(torch.autograd.Function):
         return differentiable_once(ctx.measurement.call)(_backward)(ctx, grad)
 
 
-def _measured(measures: tuple[str, ...], logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the ledger's measures [measures, n] of z [n, V]. Overwrites z."""
-    label = logits.gather(1, target[:, None]).squeeze(1)
-    given = {"log_probs": label - lse}
+def _measured(
+    measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ledger's measures [measures, n] of z [n, V], and lse [n]. Overwrites z."""
+    found = {"lse": torch.logsumexp(logits, 1)}
+    if part is None:
+        found["label"] = logits.gather(1, target[:, None]).squeeze(1)
+    else:
+        row, inside = part.place(target)
+        found["label"] = logits.gather(1, row[:, None]).squeeze(1).masked_fill_(~inside, -torch.inf)
     if "mean_logits" in measures:
-        given["mean_logits"] = logits.mean(1)
+        found["mean_logits"] = logits.mean(1)
     if "is_top1" in measures:
-        given["is_top1"] = (label >= logits.amax(1)).to(lse.dtype)
+        found["most"] = logits.amax(1)
     if "entropy" in measures or "log_sum_sq_probs" in measures:
-        log_p = _log_p_(logits, lse)
+        log_p = _log_p_(logits, found["lse"])
         p = log_p.exp()
         if "log_sum_sq_probs" in measures:  # no log of 0: the sum is at least 1 / V
-            given["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
+            found["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
         if "entropy" in measures:
-            given["entropy"] = -p.mul_(log_p).sum(1)
-    return torch.stack([given[name] for name in measures])
+            found["entropy"] = -p.mul_(log_p).sum(1)
+    if part is not None:
+        found = _merged(found, part)
+    lse, label = found["lse"], found["label"]
+    found["log_probs"] = label - lse
+    if "is_top1" in measures:
+        found["is_top1"] = (label >= found["most"]).to(lse.dtype)
+    return torch.stack([found[name] for name in measures]), lse
+
+
+def _merged(own: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+    """Return what the ranks have of a chunk, over the whole vocabulary: each [n], the same bits on every rank.
+
+    With lse_r, H_r of rank r's part and w_r = exp(lse_r - lse): H = sum of w_r (H_r + lse - lse_r).
+    """
+    every = dict(zip(own, part.gather(torch.stack([*own.values()])).unbind(1), strict=True))  # each [ranks, n]
+    lse = torch.logsumexp(every["lse"], 0)
+    below = (every["lse"] - lse).clamp_(min=torch.finfo(lse.dtype).min)  # log w_r
+    merged = {"lse": lse, "label": every["label"].amax(0)}
+    if "most" in own:
+        merged["most"] = every["most"].amax(0)
+    if "mean_logits" in own:
+        sizes = torch.tensor(part.sizes, dtype=lse.dtype, device=lse.device)[:, None]
+        merged["mean_logits"] = (every["mean_logits"] * sizes).sum(0) / sum(part.sizes)
+    share = below.exp()  # where it is 0, all logits of a part may be minus infinity
+    if "log_sum_sq_probs" in own:
+        squares = torch.where(share > 0, every["log_sum_sq_probs"] + 2 * below, -torch.inf)
+        merged["log_sum_sq_probs"] = torch.logsumexp(squares, 0)
+    if "entropy" in own:
+        merged["entropy"] = torch.where(share > 0, share * (every["entropy"] - below), 0).sum(0)
+    return merged
 
 
 def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -127,16 +167,19 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
     dbias = torch.zeros(bias.shape, dtype=compute, device=bias.device) if wants_bias else None
     shares = _Shares.of(measurement.measures, grad, entropy)
     form = measurement.form.factor / measurement.temperature
-    head = Head(weight, bias, measurement.form)
+    head = Head(weight, bias, measurement.form, ctx.part)
     with torch.autocast(hidden.device.type, enabled=False):
         w = operand(weight, compute)
         for part in _parts(len(rows), ctx.chunk):
             h = operand(flat[rows[part]], compute)
-            dproduct = _dproduct(measurement, head.chunk(h, w, compute), lse[part], target[part], shares.part(part))
+            logits = head.chunk(h, w, compute)
+            dproduct = _dproduct(measurement, ctx.part, logits, lse[part], target[part], shares.part(part))
             narrow = dproduct.to(w.dtype)
             if dhidden is not None:
                 scale = (shares.row[part] * form)[:, None]
-                dhidden[rows[part]] = (product(narrow, w, compute) * scale).to(dhidden.dtype)
+                dh = product(narrow, w, compute)
+                dh = dh if head.part is None else head.part.sum_(dh)
+                dhidden[rows[part]] = (dh * scale).to(dhidden.dtype)
             if shares.of_unit is not None:
                 narrow = dproduct.mul_(shares.of_unit[part, None]).to(w.dtype)
             if dbias is not None:
@@ -149,7 +192,7 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
     for total in (dweight, dbias):
         if total is not None and len(rows):
             total.mul_(shares.unit * form)
-    return dhidden, _rounded(dweight, weight), _rounded(dbias, bias), None, None, None
+    return dhidden, _rounded(dweight, weight), _rounded(dbias, bias), None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +240,7 @@ def _unit(row: torch.Tensor) -> tuple[float, torch.Tensor | None]:
 
 def _dproduct(
     measurement: Measurement,
+    vocabulary: Part | None,
     logits: torch.Tensor,
     lse: torch.Tensor,
     target: torch.Tensor,
@@ -206,16 +250,19 @@ def _dproduct(
     softcap = measurement.form.softcap
     slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1)
     logits = _divided_(logits, measurement.temperature)
+    inside: Any = 1
+    if vocabulary is not None:
+        target, inside = vocabulary.place(target)
     label = torch.arange(len(target), device=target.device), target
     if shares is None:
         dlogits = logits.sub_(lse[:, None]).exp_()
-        dlogits[label] -= 1
+        dlogits[label] -= inside if vocabulary is None else inside.to(lse.dtype)
     else:
         of_label, of_entropy, entropy = shares
         log_p = _log_p_(logits, lse)
         p = log_p.exp()
         dlogits = log_p.add_(entropy).mul_(-of_entropy).add_(of_label).mul_(p)
-        dlogits[label] -= of_label.squeeze(1)
+        dlogits[label] -= of_label.squeeze(1) * inside
     return dlogits if slope is None else dlogits.mul_(slope)
 
 

@@ -30,6 +30,7 @@ from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
 from .parallel import ahead, parallelize, unparallelize
 from .parts import token_wise
+from .tensor_axis import clip_grad_norm_, tensor_parallel
 
 __all__ = [
     "NAME",
@@ -38,6 +39,7 @@ __all__ = [
     "ahead",
     "check_config",
     "check_model",
+    "clip_grad_norm_",
     "find_form",
     "find_head",
     "layer_windows",
@@ -45,6 +47,7 @@ __all__ = [
     "parallelize",
     "register",
     "shard_batch",
+    "tensor_parallel",
     "token_wise",
     "unparallelize",
 ]

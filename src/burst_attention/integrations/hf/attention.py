@@ -217,11 +217,12 @@ def _closure(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def call_shape(model: Any, chunks: int = 1) -> CallShape:
+def call_shape(model: Any, chunks: int = 1, ranks: int = 1) -> CallShape:
     """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say.
 
     Args:
         chunks: the number of chunks of heads, each a call.
+        ranks: over how many ranks tensor parallelism cuts the heads.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -238,5 +239,5 @@ def call_shape(model: Any, chunks: int = 1) -> CallShape:
         return CallShape()
     dtype = getattr(model, "dtype", None)
     dtype = dtype if dtype in DTYPES else None
-    q_heads, kv_heads = (max(1, heads // chunks) for heads in (q_heads, kv_heads))
+    q_heads, kv_heads = (max(1, heads // (chunks * ranks)) for heads in (q_heads, kv_heads))
     return CallShape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, attention_chunks=chunks)

@@ -70,8 +70,8 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
         TypeError, ValueError: an argument is not supported with this cache; on every rank.
         DisagreementError: prompts, settings or random states differ between ranks.
     """
-    base: Plan = model._burst.plans.base
-    with base.agreement.entering("generate"):
+    meeting = model._burst.meeting
+    with meeting.entering("generate"):
         if "past_key_values" not in stub_forward.parameters_of(model.stock_class.forward):
             raise ValueError(f"past_key_values: {type(model).__name__} takes no cache; call generate without one")
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
@@ -86,12 +86,32 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
             _RANDOM: digest_of(_random_state(model)) if settings.do_sample else None,
             **cache.describe(),
         }
-    base.agreement.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+    meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
     model._burst.keeps_fit = True
     try:
         yield
     finally:
         model._burst.keeps_fit, model._burst.fit = False, None
+
+
+def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Compare a ``generate`` that runs on each rank of the group alone along the tensor-parallel axis.
+
+    Its ranks exchange parts of every layer, so other tokens, or another random state, would mix.
+    """
+    inner = model._burst.meeting.inner
+    if inner is None:
+        return
+    with inner.entering("generate"):
+        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
+        settings = _settings(model, given)
+        tensors = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
+        fields = {
+            "the digests of tensors": tensors,
+            "the settings of generate": digest_text(settings.to_dict()),
+            _RANDOM: digest_of(_random_state(model)) if settings.do_sample else None,
+        }
+    inner.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
 
 
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]) -> Any:
@@ -123,8 +143,7 @@ def _agreed(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
 ) -> _CachedCall:
     state = model._burst
-    base: Plan = state.plans.base
-    with base.agreement.entering("the model with a cache"):
+    with state.meeting.entering("the model with a cache"):
         given = arguments.named(model, args, kwargs)
         cache: Any = given["past_key_values"]
         _check_keywords(given)
@@ -138,8 +157,8 @@ def _agreed(
         cache.check_batch(call.padding)
         cache.move(ids.device)
         _check_positions(call, given.get("position_ids"))
-        fields = {} if base.world == 1 else _fields(call)
-    base.agreement.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
+        fields = {} if state.meeting.alone else _fields(call)
+    state.meeting.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
     return call
 
 
@@ -240,7 +259,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     with call.cache.stepping(stop - start, call.padding) as step:
         hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
     linear = call.fit.head  # under FSDP2 its weight is whole only now
-    head = heads.Head(linear.weight, linear.bias, model._burst.form)
+    head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
     hidden = hidden[:, -call.keep :]
     return head.logits(hidden.to(head.weight.dtype) if head.weight.dtype.itemsize < hidden.dtype.itemsize else hidden)
 

@@ -18,6 +18,7 @@ from burst_attention import loss
 from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.loss import Head, LogitForm
 
+from . import tensor_axis
 from .stub_forward import Output, StandIn, body_name, twin_of
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
@@ -74,7 +75,8 @@ def next_token_loss(
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
     """Return the head of a causal language model of transformers. Exchanges nothing.
 
-    Weight and bias are the model's parameters. Under FSDP they are whole only inside the root module's forward.
+    Weight and bias are the model's parameters. Under FSDP they are whole only inside the root module's forward. After
+    :func:`tensor_parallel` they are DTensors, cut by the vocabulary, as the losses take them.
 
     Args:
         model: the model, or a PEFT model of it.
@@ -155,7 +157,7 @@ def check_untouched(model: nn.Module) -> None:
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
-    if added or "forward" in vars(head):
+    if added or ("forward" in vars(head) and not tensor_axis.is_cut_by_us(model, head)):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
         raise TypeError(
             f"model's {name} has a {what}, which may change the logits in an unknown way; remove it to train over "

@@ -218,7 +218,7 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     with torch.no_grad():
         whole = _gathered(hidden.detach(), call)[:, -call.keep :]
         head = _head_of(model)
-        return head.logits(_for_head(whole, head.weight))
+        return head.local().logits(_for_head(whole, head.weight))
 
 
 def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
@@ -229,7 +229,7 @@ def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     world = float(call.plan.world)
     head = _head_of(model)
     hidden = Scaled.apply(_for_head(hidden, head.weight), world)
-    logits = head.form.apply(nn.functional.linear(_gathered(hidden, call), head.weight, head.bias))
+    logits = head.local().differentiable_logits(_gathered(hidden, call))
     return logits if model._burst.gradients == "mean" else Scaled.apply(logits, 1 / world)
 
 

@@ -19,16 +19,20 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_of, shard_tokens
+from burst_attention.attention.hardware import Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
+from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, converted, heads, models, parts, stub_forward, vision
+from . import arguments, cached, converted, heads, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import check_rope
@@ -41,6 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 _WEIGHTS = "a sample of the weights"
+_PART = "a sample of this rank's parts of the weights"
 _GRAD = "gradients are wanted"
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
@@ -48,6 +53,7 @@ _SAME_WEIGHTS = (
 )
 _REMEDIES = {
     _WEIGHTS: _SAME_WEIGHTS,
+    _PART: _SAME_WEIGHTS,
     _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
     **dict.fromkeys(
         (
@@ -112,8 +118,13 @@ def parallelize(
     adapted = hasattr(type(model), "get_base_model")  # a wrapper such as FSDP1 forwards its model's attributes
     base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
     chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
-    plan = make_plan(1, strategy=strategy, call=call_shape(base, chunks), group=group, timeout=timeout)
-    with plan.agreement.entering("parallelize"):
+    cut = tensor_axis.cut_of(base)
+    call = call_shape(base, chunks, 1 if cut is None else cut.heads)
+    # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
+    hardware = None if cut is None else Hardware(rates="preset")
+    plan = make_plan(1, strategy=strategy, call=call, hardware=hardware, group=group, timeout=timeout)
+    meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
+    with meeting.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
         form = _check_model(base, plan)
@@ -122,22 +133,40 @@ def parallelize(
         memory = Memory() if memory is None else memory
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
+        if cut is not None and memory.attention_chunks > 1:
+            raise ValueError(
+                f"attention_chunks={memory.attention_chunks} of hf.Memory is refused: tensor parallelism cuts the "
+                "heads already; leave it out"
+            )
     try:
-        with plan.agreement.entering("parallelize"):
+        with meeting.entering("parallelize"):
             memory.apply(vision.text_of(base))
-        plan.agreement.agree(
-            "parallelize", {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
+        meeting.agree(
+            "parallelize",
+            {"gradients": gradients, "temperature": temperature, "memory": repr(memory)},
+            inner={
+                "strategy": repr(strategy),
+                "ranks of the group": plan.world,
+                "rank in the group": plan.rank,
+                "nodes of the group": list(plan.planner.nodes or ()),
+            },
         )
     except Exception:
         unsave(vision.text_of(base))
         raise
     register()
-    _convert(base, plan, form, gradients, temperature, memory)
+    _convert(base, plan, meeting, form, gradients, temperature, memory)
     return model
 
 
 def _convert(
-    base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients, temperature: float, memory: Memory
+    base: Any,
+    plan: Plan,
+    meeting: Meeting,
+    form: LogitForm | None,
+    gradients: Gradients,
+    temperature: float,
+    memory: Memory,
 ) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     own = vision.text_of(base).config._attn_implementation
@@ -147,6 +176,7 @@ def _convert(
     plans = PlanCache(plan, windows, causal=causal)
     base._burst = _Context(
         plans,
+        meeting,
         form,
         gradients,
         temperature,
@@ -200,6 +230,7 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
             f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
         )
     _check_own_forward(base)
+    tensor_axis.check_cut(base)
     if plan.world > 1:
         converted.check_layout(base, plan.layout)
         models.check_layers(base.config.get_text_config(decoder=True))
@@ -256,6 +287,7 @@ class _Context:
     """The state of a parallelized model."""
 
     plans: PlanCache
+    meeting: Meeting  # of all ranks that share a sequence, and those that share its tokens
     form: LogitForm | None  # None: the model's head gets the hidden states of whole sequences
     gradients: Gradients
     temperature: float
@@ -288,8 +320,12 @@ class _Context:
             if self.gradients == "sum":
                 parts.check_added_losses(body)
             self.layers = parts.attention_configs(body)
+        elif self.meeting.inner is not None:
+            parts.check_random(model, body)
         elif self.memory != Memory():
             parts.check_random(body)
+        if self.meeting.inner is not None:
+            tensor_axis.check_adapters(body)
         parts.check_attention_is_ours(body)
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
@@ -325,6 +361,7 @@ class _Parallel:
         if isinstance(cache, DealtCache):
             with cached.generating(self, args, kwargs, cache):
                 return super().generate(*args, **kwargs)  # type: ignore[misc]
+        cached.agree_on_generate(self, args, kwargs)
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -455,8 +492,7 @@ def _rows(model: Any, given: Mapping[str, Any]) -> BatchRows:
 def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Check the arguments, agree on the call with the other ranks, and return it."""
     state: _Context = model._burst
-    base = state.plans.base
-    with base.agreement.entering("the model"):
+    with state.meeting.entering("the model"):
         given = arguments.named(model, args, kwargs)
         arguments.check_keywords(model, given)
         own = arguments.runs_its_own(model, given)
@@ -475,7 +511,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         whole = given.pop("logits", None) == "gather"
         call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
         fields = _fields(model, call)
-    base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies=_REMEDIES)
+        outer, inner = _fields_of_axes(model, call)
+    state.meeting.agree("the model", fields, outer=outer, inner=inner, remedy=SAME_BATCH, remedies=_REMEDIES)
     state.compared = True
     call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
     return call
@@ -485,8 +522,10 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
     """Return the values that must be equal on all ranks."""
     given, rows = call.given, call.rows
     labels = given.get("labels") if rows.targets is None else rows.targets
+    state = model._burst
+    tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
     fields = {
-        **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real, **rows.others),
+        **({} if state.meeting.alone else batch_fields(call.plan, **tensors)),
         **vision.digests(model, given),
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
@@ -497,15 +536,30 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
     }
-    if call.plan.world > 1 and not model._burst.compared:
+    if not (state.meeting.alone or state.compared):
         fields[_WEIGHTS] = cached.digest_text(_samples(model))
     return fields
 
 
+def _fields_of_axes(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what only the ranks that share a sequence compare, and only those of a tensor-parallel axis."""
+    state, cut = model._burst, tensor_axis.cut_of(model)
+    if cut is None:
+        return {}, {}
+    compares = call.plan.world > 1 and not state.compared
+    outer = {_PART: cached.digest_text(_samples(model, of=cut.mesh))} if compares else {}
+    return outer, {"the plan": call.plan.schedule.description}
+
+
 @torch.no_grad()
-def _samples(model: Any) -> dict[str, str]:
-    """Return a digest of a few values of each parameter and buffer, by name, except sharded ones."""
-    every = (*model.named_parameters(), *model.named_buffers())
+def _samples(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
+    """Return a digest of a few values of each parameter and buffer, by name, except sharded ones.
+
+    ``of``: this rank's parts of those that are cut over this mesh alone, in place of whole ones.
+    """
+    every = [*model.named_parameters(), *model.named_buffers()]
+    if of is not None:
+        every = [(name, x.to_local()) for name, x in every if isinstance(x, DTensor) and x.device_mesh == of]
     kinds = (nn.Parameter, torch.Tensor)
     whole = {
         name: p

@@ -1,0 +1,347 @@
+"""Cut a transformers model over a tensor-parallel axis, beside context parallelism and FSDP2.
+
+transformers has a plan for each architecture, which names a style for each part, and code for each style (after
+Megatron-LM, arXiv 1909.08053). We apply both to a model that is loaded already. The head stays cut in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel as styles
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_local_dtensor_params
+
+from burst_attention.attention.batch import digest_of
+from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.link import connect
+from burst_attention.loss.head import SAME_ON_AXIS, SummedGradient
+
+Model = TypeVar("Model", bound=nn.Module)
+
+AXIS = "tp"  # transformers' code finds the axis of a larger mesh by this name
+# Architectures whose loss and gradients were compared with one process.
+COMPARED = ("gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5_text")
+# For architectures for which transformers has no plan.
+_PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt_oss": {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn": "local_params",
+        "model.layers.*.self_attn.sinks": "colwise",
+        **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.experts": "experts with a bias",
+        # gate and up take turns along the last dimension, so a slice of it has both
+        "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
+        "model.layers.*.mlp.experts.gate_up_proj_bias": "colwise",
+        "model.layers.*.mlp.experts.down_proj": "colwise",
+        "lm_head": "colwise_gather_output",
+    }
+}
+_CUT_HEADS = ("q_proj", "k_proj", "v_proj")
+_HOME = "transformers.distributed.tensor_parallel"
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a model is cut."""
+
+    mesh: DeviceMesh
+    agreement: Agreement
+    heads: int  # over how many ranks the heads of an attention are cut
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
+        """Share everything, because a process group can't be copied."""
+        return self
+
+
+class _SummedWeights(styles.TensorParallelLayer):
+    """A whole weight that each rank uses for its heads, such as q_norm: sum the parts of its gradient.
+
+    transformers' own style sums ``.grad`` after each backward, and so counts earlier backwards again.
+    """
+
+    @contextmanager
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        """Use the weights through a function that sums their gradients."""
+        own = dict(module.named_parameters(recurse=False))
+        module._parameters.update({name: SummedGradient.apply(x, mesh.get_group()) for name, x in own.items()})
+        try:
+            yield
+        finally:
+            module._parameters.update(own)
+
+
+class _BiasedExperts(styles.MoeExpertsParallel):
+    """Experts whose last product has a bias: each rank adds its share, since the ranks' outputs are summed."""
+
+    @contextmanager
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        """Use this rank's parts of the weights."""
+        whole = module._parameters["down_proj_bias"]
+        with _use_local_dtensor_params(module):
+            module._parameters["down_proj_bias"] = SummedGradient.apply(whole, mesh.get_group()) / mesh.size()
+            try:
+                yield
+            finally:
+                module._parameters["down_proj_bias"] = whole
+
+
+_STYLES: Mapping[str, styles.TensorParallelLayer] = {
+    "replicated_with_grad_allreduce": _SummedWeights(),
+    "experts with a bias": _BiasedExperts(),
+}
+
+
+def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
+    """Cut a model's weights over the ranks of a tensor-parallel axis. Call it on every rank, before ``parallelize``.
+
+        mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "cp", "tp"))
+        hf.tensor_parallel(model, mesh["tp"])
+        hf.parallelize(model, mesh["cp"])
+        fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))  # each layer first, as usual
+
+    Afterwards the ranks of the axis pass the same batches. Each computes its heads, its columns of the MLPs and
+    its part of the vocabulary. Weights that are cut are DTensors; others stay whole, and their gradients are equal on
+    all ranks of the axis. Clip gradients by :func:`clip_grad_norm_`.
+
+    Args:
+        model: a causal language model of transformers, whole and with equal weights on every rank of the axis, of an
+            architecture that was compared with one process: gemma3_text, gpt_oss, llama, mistral, mixtral, phi3,
+            qwen2, qwen3 or qwen3_5_text. It is modified in place. Its attention heads and key-value heads must be
+            multiples of the number of ranks.
+        mesh: the axis, named "tp", of a mesh that has the other axes too. On one rank nothing is cut.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError, ValueError: the model can't be cut, or weights differ between ranks; on every rank of the axis.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.mesh_dim_names != (AXIS,):
+        raise TypeError(
+            f'mesh={mesh!r} must be the axis "{AXIS}" of a DeviceMesh: init_device_mesh(..., mesh_dim_names=("dp", '
+            f'"cp", "{AXIS}"))["{AXIS}"]'
+        )
+    agreement = connect(mesh.get_group(), None)[1]
+    with agreement.entering("tensor_parallel"):
+        _check(model, mesh.size())
+        plan = _plan_of(model)
+        heads = _ranks_of_heads(model, plan, mesh.size())
+        fields = {"model": type(model).__name__, "plan": digest_of_text(plan), "weights": _digest(model)}
+    remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
+    agreement.agree("tensor_parallel", fields, remedy=remedy)
+    if mesh.size() > 1:
+        _apply(model, mesh, plan)
+        model._burst_cut = Cut(mesh, agreement, heads)  # type: ignore[assignment]
+    return model
+
+
+def cut_of(model: Any) -> Cut | None:
+    """Return how :func:`tensor_parallel` cut a model; None if it did not."""
+    return getattr(model, "_burst_cut", None)
+
+
+def ranks_of(model: Any) -> int:
+    """Return over how many ranks a model is cut."""
+    cut = cut_of(model)
+    return 1 if cut is None else cut.mesh.size()
+
+
+def is_cut_by_us(model: Any, module: nn.Module) -> bool:
+    """Return whether a module's own forward is the one that :func:`tensor_parallel` gave it."""
+    own = getattr(vars(module).get("forward"), "__globals__", {})
+    return cut_of(model) is not None and own.get("__name__") == _HOME
+
+
+def check_cut(model: nn.Module) -> None:
+    """Refuse a model that was cut, but not by :func:`tensor_parallel`."""
+    if cut_of(model) is not None:
+        return
+    for name, module in model.named_modules():
+        own = getattr(vars(module).get("forward"), "__globals__", {})
+        if own.get("__name__") == _HOME or any(_along_axis(x) for x in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
+                'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
+            )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters on a model that is cut: they would see parts of hidden states."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ValueError(
+                f"{name} is an adapter ({type(module).__name__}), which does not work on weights cut by tensor "
+                "parallelism; train all weights, or leave out hf.tensor_parallel"
+            )
+
+
+def digest_of_text(values: Mapping[str, str]) -> str:
+    """Return a digest of names and values."""
+    return digest_of(torch.tensor([*repr(sorted(values.items())).encode()]))
+
+
+def _along_axis(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) and AXIS in (weight.device_mesh.mesh_dim_names or ())
+
+
+def _check(model: Any, ranks: int) -> None:
+    """Refuse a model that can't be cut, or was not compared with one process."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}; pass a model of transformers, without adapters and wrappers: cut it "
+            "first, then hf.parallelize and FSDP2"
+        )
+    if hasattr(model, "_burst"):
+        raise ValueError("model is parallelized already; call hf.tensor_parallel before hf.parallelize")
+    if cut_of(model) is not None:
+        raise ValueError(f"model is cut already, over {ranks_of(model)} ranks; call hf.tensor_parallel once")
+    kind = model.config.model_type
+    if kind not in COMPARED or not type(model).__name__.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{type(model).__name__} (model_type {kind!r}) was not compared with one process under tensor parallelism; "
+            f"use FSDP2, or a causal language model of {', '.join(COMPARED)}"
+        )
+    for name, x in model.named_parameters():
+        if isinstance(x, DTensor) or x.is_meta:
+            what = "is sharded already" if isinstance(x, DTensor) else "has no values (it is on the meta device)"
+            raise ValueError(f"{name} {what}; pass a model with whole weights, before fully_shard")
+    rows = model.get_output_embeddings().weight.shape[0]
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
+
+
+def _plan_of(model: Any) -> dict[str, str]:
+    """Return the style of each module and parameter, by its name."""
+    plan = _PLANS.get(model.config.model_type, model.tp_plan)
+    expanded: dict[str, str] = model._expand_parallel_plan(dict(plan))
+    modules = dict(model.named_modules())
+    for name, style in expanded.items():
+        module = modules.get(name)
+        if style not in _STYLES and style not in ALL_PARALLEL_STYLES:
+            raise ValueError(f"{name} has the style {style!r}, which this version of transformers does not have")
+        if module is None:
+            continue
+        kind = type(module)
+        if "forward" in vars(module):
+            raise ValueError(f"{name} ({kind.__name__}) has a forward of its own, which would be lost; remove it")
+        if kind not in (nn.Linear, nn.Embedding) and not kind.__module__.startswith("transformers.models."):
+            raise ValueError(
+                f"{name} is a {kind.__module__}.{kind.__name__}, an adapter or a quantized layer; cut a model with "
+                "plain weights"
+            )
+    missing = [name for name in ("embed_tokens", "lm_head") if not any(name in each for each in expanded)]
+    if missing:
+        raise ValueError(f"transformers' plan of {type(model).__name__} does not cut its {missing[0]}")
+    return expanded
+
+
+def _ranks_of_heads(model: Any, plan: Mapping[str, str], ranks: int) -> int:
+    """Return over how many ranks the heads of an attention are cut."""
+    if not any(name.endswith(_CUT_HEADS) and style == "colwise" for name, style in plan.items()):
+        return 1  # q, k and v are gathered: every rank computes all heads
+    text = model.config.get_text_config(decoder=True)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(text, name)
+        if count % ranks:
+            raise ValueError(
+                f"{name}={count} of the model is not a multiple of the {ranks} ranks of the axis; use "
+                f"{'fewer' if count < ranks else 'other'} ranks"
+            )
+    return ranks
+
+
+def _apply(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Cut the weights and replace the forwards, as transformers does when it loads a model."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name, style_name in plan.items():
+        style = _STYLES.get(style_name) or ALL_PARALLEL_STYLES[style_name]
+        if name in parameters:
+            owner, _, parameter = name.rpartition(".")
+            style.validate_param(modules[owner], parameter, mesh, parameter_name=name)
+            style.shard_param(modules[owner], parameter, mesh)
+            _free(modules[owner], parameter)
+        else:
+            style.install_forward(modules[name], mesh)
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _free(module: nn.Module, name: str) -> None:
+    """Keep no more memory of a cut weight than its part: a slice would keep the whole weight."""
+    weight = module._parameters[name]
+    if isinstance(weight, DTensor):
+        local = weight._local_tensor
+        if local.untyped_storage().nbytes() > local.nbytes:
+            weight._local_tensor = local.clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def _digest(model: nn.Module) -> str:
+    """Return a digest of a few values of each weight."""
+    few = [x.detach().flatten()[:: max(1, x.numel() // 8)][:8].double().cpu() for x in model.parameters() if x.numel()]
+    return digest_of(torch.cat(few))
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip gradients by the norm of all of them, over all ranks that hold parts. Call it on every rank.
+
+    Like :func:`torch.nn.utils.clip_grad_norm_`, which takes no weights of several meshes. A gradient that is a DTensor
+    counts once, whole; one that is no DTensor is taken as equal on all ranks.
+
+    Args:
+        parameters: the model's, the same on every rank; those without a gradient count as 0.
+        max_norm: the largest norm, greater than 0.
+
+    Returns:
+        The norm before, a scalar in fp32 (fp64 for fp64), equal on all ranks.
+
+    Raises:
+        TypeError: a gradient is a partial sum over an axis of its mesh.
+    """
+    every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    squares: dict[Any, Tensor] = {}
+    for x in every:
+        axes = _axes_of(x)
+        local = _local_of(x.grad) if x.grad is not None else _local_of(x).new_zeros(())
+        wide = torch.float64 if local.dtype == torch.float64 else torch.float32
+        square = torch.linalg.vector_norm(local, dtype=wide).square()
+        squares[axes] = squares[axes] + square if axes in squares else square
+    total = (
+        torch.zeros(()) if not every else _local_of(every[0]).new_zeros((), dtype=next(iter(squares.values())).dtype)
+    )
+    for (mesh, dims), square in squares.items():
+        for dim in dims:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        total = total + square
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for x in every:
+        if x.grad is not None:
+            _local_of(x.grad).mul_(scale)
+    return norm
+
+
+def _axes_of(x: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return the mesh of a weight's gradient, and its axes over which the gradient is cut."""
+    of = x if x.grad is None else x.grad
+    if not isinstance(of, DTensor):
+        return None, ()
+    if any(each.is_partial() for each in of.placements):
+        raise TypeError(f"a gradient has the placements {of.placements}, a partial sum; redistribute it first")
+    return of.device_mesh, tuple(n for n, each in enumerate(of.placements) if not isinstance(each, Replicate))
+
+
+def _local_of(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
