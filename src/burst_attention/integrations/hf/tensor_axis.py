@@ -41,7 +41,7 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.mlp.experts": "experts with a bias",
         # gate and up take turns along the last dimension, so a slice of it has both
         "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
-        "model.layers.*.mlp.experts.gate_up_proj_bias": "colwise",
+        "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
         "model.layers.*.mlp.experts.down_proj": "colwise",
         "lm_head": "colwise_gather_output",
     }
