@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
@@ -231,6 +234,29 @@ def test_values_of_every_token(pools):
     assert max(pools(4).run(per_token)) <= 2e-6
 
 
+def with_its_own_loss():
+    """Train with a loss of the caller's on whole logits, which the cut head gathers itself."""
+    batch = batch_of("plain", 5)
+    one = model_of("llama")
+    model, mesh = meshed("llama", (1, 2, 2))
+
+    def loss_function(logits, labels, **_):
+        return logits.double().sin().mean() + labels.double().mean()
+
+    for each in (one, model):
+        each.loss_function = loss_function
+    wanted = stock_loss(one, batch)
+    wanted.backward()
+    loss = model(**batch).loss
+    loss.backward()
+    found = whole_gradients(model, mesh, shards=False)
+    return abs(loss.item() / wanted.item() - 1), worst(found, {n: x.grad for n, x in one.named_parameters()})
+
+
+def test_a_loss_of_the_callers(pools):
+    assert max(max(each) for each in pools(4).run(with_its_own_loss)) <= 2e-6
+
+
 def generated(name):
     """Return whether tokens over the mesh are one process's: with a sharded cache, with sampling, and without."""
     one = model_of(name).eval()
@@ -253,6 +279,32 @@ def generated(name):
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3"])
 def test_generated_tokens_are_one_process(pools, name):
     assert all(all(same) for same in pools(4).run(generated, name))
+
+
+def checkpointed(folder):
+    """Save half-trained weights on one mesh; return their greatest errors after a load on others, and in one folder."""
+    model, _ = meshed("tied", (1, 2, 2), shards=True)
+    wanted = {name: 1.5 * x for name, x in model_of("tied").named_parameters()}
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(1.5)
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=f"{folder}/sharded")
+    model.save_pretrained(f"{folder}/whole")
+    dist.barrier()
+    back = AutoModelForCausalLM.from_pretrained(f"{folder}/whole", dtype=torch.float64)
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    errors = [(x - wanted[name]).abs().max().item() for name, x in back.named_parameters()]
+    for sizes in ((2, 2, 1), (2, 1, 2)):
+        other, _ = meshed("tied", sizes, shards=True)
+        state = get_model_state_dict(other)
+        checkpoint.load(state, checkpoint_id=f"{folder}/sharded")
+        set_model_state_dict(other, state)
+        errors += [(x.full_tensor() - wanted[name]).abs().max().item() for name, x in other.named_parameters()]
+    return max(errors)
+
+
+def test_checkpoints_load_on_another_mesh(pools, tmp_path):
+    assert pools(4).run(checkpointed, str(tmp_path)) == [0.0] * 4
 
 
 def clipped(most):
@@ -355,6 +407,14 @@ def other_strategy():
     hf.parallelize(model, mesh["cp"], strategy="ulysses" if dist.get_rank() % 2 else "ring", timeout=20)
 
 
+def no_group():
+    hf.parallelize(hf.tensor_parallel(model_of("llama"), mesh_of(1, 2, 2)["tp"]), timeout=20)
+
+
+def copied():
+    copy.deepcopy(meshed("llama", (1, 2, 2))[0])
+
+
 def dropout():
     model, _ = meshed("phi3", (2, 1, 2), resid_pdrop=0.1)
     model.train()
@@ -417,6 +477,8 @@ def twice():
         (other_weights_after_the_cut, "DisagreementError", "a sample of the weights"),
         (other_parts_after_the_cut, "DisagreementError", "this rank's parts of the weights"),
         (other_strategy, "DisagreementError", "strategy"),
+        (no_group, "DisagreementError", "rank in the group"),
+        (copied, "TypeError", "can't be copied"),
         (dropout, "ValueError", "resid_pdrop"),
         (adapters_before, "ValueError", "an adapter or a quantized layer"),
         (adapters_after, "ValueError", "is an adapter"),

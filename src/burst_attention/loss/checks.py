@@ -152,7 +152,7 @@ def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
             raise TypeError(
                 f"{name} is a DTensor, which may hold only a part; under FSDP call next_token_loss inside the root "
                 "module's forward, where parameters are unsharded, and elsewhere pass full_tensor(). (A head may be "
-                "cut by the vocabulary, along one axis of a mesh)"
+                "cut by the vocabulary, over the axis 'tp' of a mesh)"
             )
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; put them on one device")

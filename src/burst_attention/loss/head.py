@@ -22,6 +22,7 @@ from ..comm.agreement import Agreement, over_axis
 from ..comm.link import connect
 
 CHUNK_ELEMENTS = 2**22
+AXIS = "tp"  # the name of a mesh's axis whose ranks have equal tokens
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,11 @@ class Part:
 
 
 def is_cut(weight: Any) -> bool:
-    """Return whether a weight [V, E], or bias [V], is a DTensor that is cut by the vocabulary, along one axis."""
-    if not is_dtensor(weight) or weight.device_mesh.ndim != 1:
+    """Return whether a weight [V, E], or bias [V], is a DTensor that is cut by the vocabulary over the axis "tp".
+
+    FSDP2 cuts weights alike, over ranks that have other tokens, so the name of the axis decides.
+    """
+    if not is_dtensor(weight) or weight.device_mesh.mesh_dim_names != (AXIS,):
         return False
     (placement,) = weight.placements
     return bool(placement.is_shard(0)) and type(placement).__name__ == "Shard"  # not a strided one
@@ -182,10 +186,11 @@ class SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum over the group. A copy is summed: others may hold the given gradient."""
-        total = grad.clone(memory_format=torch.contiguous_format)
+        """Return the sum over the group, in at least fp32. A copy is summed: others may hold the given gradient."""
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        total = grad.to(wide, memory_format=torch.contiguous_format, copy=True)
         dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return total.to(grad.dtype), None
 
 
 class _Whole(torch.autograd.Function):

@@ -37,8 +37,8 @@ def next_token_loss(
     Args:
         hidden: [B, S_local, E], this rank's shard, after the model's last norm; fp64, fp32, bf16 or fp16.
         lm_head_weight: [V, E], same dtype and device. It may be the tied embedding. Under FSDP it must be whole, so
-            call this inside the root module's forward. Under tensor parallelism: a DTensor of a 1-D mesh, cut by the
-            vocabulary (``Shard(0)``), as is ``bias``; all ranks of the mesh pass equal hidden states and labels.
+            call this inside the root module's forward. Under tensor parallelism: a DTensor on the axis "tp" of a
+            mesh, cut by the vocabulary (``Shard(0)``), as is ``bias``; its ranks pass equal hidden states and labels.
         labels: integers [B, S_local] in [0, V) or ``ignore_index``, already shifted: the result of
             ``plan.shard_labels``. Shifting after sharding would lose one token per shard border.
         plan: the plan that sharded the sequence.

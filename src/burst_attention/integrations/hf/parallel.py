@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -365,6 +366,14 @@ class _Parallel:
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does. Every rank must call it if tensor parallelism cuts the model; rank 0 writes."""
+        if tensor_axis.cut_of(self) is not None and not args and kwargs.get("state_dict") is None:
+            first = dist.get_rank() == 0
+            whole = tensor_axis.whole_state(cast("nn.Module", self), keep=first)
+            kwargs |= {"state_dict": whole, "is_main_process": first and kwargs.get("is_main_process", True)}
+        return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"a parallelized {type(self).__name__} can't be pickled because it holds a process group; save "
@@ -375,6 +384,11 @@ class _Parallel:
         return self._copied(self.__dict__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if tensor_axis.cut_of(self) is not None:  # forwards of its parts would still use this model's weights
+            raise TypeError(
+                f"a {type(self).__name__} cut by tensor parallelism can't be copied; build a second model, cut it, and "
+                "load state_dict()"
+            )
         memo[id(self)] = new = self._copied({})
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new

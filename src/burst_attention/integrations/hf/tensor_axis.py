@@ -23,11 +23,10 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_lo
 from burst_attention.attention.batch import digest_of
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect
-from burst_attention.loss.head import SAME_ON_AXIS, SummedGradient
+from burst_attention.loss.head import AXIS, SAME_ON_AXIS, SummedGradient
 
 Model = TypeVar("Model", bound=nn.Module)
 
-AXIS = "tp"  # transformers' code finds the axis of a larger mesh by this name
 # Architectures whose loss and gradients were compared with one process.
 COMPARED = ("gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5_text")
 # For architectures for which transformers has no plan.
@@ -173,6 +172,19 @@ def check_cut(model: nn.Module) -> None:
                 f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
                 'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
             )
+
+
+@torch.no_grad()
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return the model's state on the CPU, with whole weights, gathered one by one; nothing if not ``keep``."""
+    found: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}  # tied weights stay tied
+    for name, x in model.state_dict(keep_vars=True).items():
+        if id(x) not in known:
+            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            known[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
+        found[name] = known[id(x)]
+    return found if keep else {}
 
 
 def check_adapters(model: nn.Module) -> None:
