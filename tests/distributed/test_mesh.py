@@ -50,8 +50,8 @@ MODELS = {
 def model_of(name, dtype=torch.float64, **changes):
     """The same random weights on every rank."""
     kind, own = MODELS[name]
-    sizes = SMALL | own | changes
-    config = CONFIG_MAPPING[kind](**sizes, attn_implementation="eager", experts_implementation="eager", pad_token_id=0)
+    sizes = SMALL | {"attn_implementation": "eager", "experts_implementation": "eager", "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](**sizes | own | changes)
     torch.manual_seed(0)
     model = model_class(kind)(config).to(dtype)
     for parameter in model.parameters():  # so large that sinks, norms and biases matter
@@ -186,11 +186,20 @@ def test_less_memory_over_a_mesh(pools, name, memory):
         assert gradient <= 2e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_the_loss_of_a_router(pools, implementation):
+    own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "experts_implementation": implementation}
+    dtype = torch.float64 if implementation == "eager" else torch.float32
+    for loss, gradient in pools(4).run(trained, "mixtral", (1, 2, 2), "plain", False, 2, 1, None, dtype, own):
+        assert loss <= 5e-7
+        assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss"])
 def test_twenty_steps_in_fp32(pools, name):
     """Weights drift apart by rounding alone, so gradients of later steps are compared less tightly."""
-    own = {"hidden_size": 32}
-    for loss, gradient in pools(4).run(trained, name, (1, 2, 2), "packed", True, 20, 1, None, torch.float32, own):
+    own = {} if name == "llama" else {"experts_implementation": "grouped_mm"}
+    for loss, gradient in pools(4).run(trained, name, (1, 2, 2), "plain", True, 20, 1, None, torch.float32, own):
         assert loss <= 1e-5
         assert gradient <= 1e-3
 
@@ -281,10 +290,10 @@ def test_generated_tokens_are_one_process(pools, name):
     assert all(all(same) for same in pools(4).run(generated, name))
 
 
-def checkpointed(folder):
-    """Save half-trained weights on one mesh; return their greatest errors after a load on others, and in one folder."""
-    model, _ = meshed("tied", (1, 2, 2), shards=True)
-    wanted = {name: 1.5 * x for name, x in model_of("tied").named_parameters()}
+def checkpointed(name, folder):
+    """Save changed weights on one mesh; return their greatest errors after a load on others, and in one folder."""
+    model, _ = meshed(name, (1, 2, 2), shards=True)
+    wanted = {key: 1.5 * x for key, x in model_of(name).named_parameters()}
     with torch.no_grad():
         for x in model.parameters():
             x.mul_(1.5)
@@ -292,19 +301,20 @@ def checkpointed(folder):
     model.save_pretrained(f"{folder}/whole")
     dist.barrier()
     back = AutoModelForCausalLM.from_pretrained(f"{folder}/whole", dtype=torch.float64)
-    assert back.lm_head.weight is back.model.embed_tokens.weight
-    errors = [(x - wanted[name]).abs().max().item() for name, x in back.named_parameters()]
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == (name == "tied")
+    errors = [(x - wanted[key]).abs().max().item() for key, x in back.named_parameters()]
     for sizes in ((2, 2, 1), (2, 1, 2)):
-        other, _ = meshed("tied", sizes, shards=True)
+        other, _ = meshed(name, sizes, shards=True)
         state = get_model_state_dict(other)
         checkpoint.load(state, checkpoint_id=f"{folder}/sharded")
         set_model_state_dict(other, state)
-        errors += [(x.full_tensor() - wanted[name]).abs().max().item() for name, x in other.named_parameters()]
+        errors += [(x.full_tensor() - wanted[key]).abs().max().item() for key, x in other.named_parameters()]
     return max(errors)
 
 
-def test_checkpoints_load_on_another_mesh(pools, tmp_path):
-    assert pools(4).run(checkpointed, str(tmp_path)) == [0.0] * 4
+@pytest.mark.parametrize("name", ["tied", "mixtral", "gpt_oss", "phi3", "qwen3_5"])
+def test_checkpoints_load_on_another_mesh(pools, name, tmp_path):
+    assert pools(4).run(checkpointed, name, str(tmp_path)) == [0.0] * 4
 
 
 def clipped(most):

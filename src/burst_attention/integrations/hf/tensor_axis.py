@@ -37,14 +37,10 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.self_attn.sinks": "colwise",
         **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
         "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.experts": "experts with a bias",
-        # gate and up take turns along the last dimension, so a slice of it has both
-        "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
-        "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
-        "model.layers.*.mlp.experts.down_proj": "colwise",
         "lm_head": "colwise_gather_output",
     }
 }
+_EXPERTS, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"  # styles of whole experts, and of their weights
 _CUT_HEADS = ("q_proj", "k_proj", "v_proj")
 _HOME = "transformers.distributed.tensor_parallel"
 
@@ -79,24 +75,49 @@ class _SummedWeights(styles.TensorParallelLayer):
             module._parameters.update(own)
 
 
-class _BiasedExperts(styles.MoeExpertsParallel):
-    """Experts whose last product has a bias: each rank adds its share, since the ranks' outputs are summed."""
+class _WholeExperts(styles.TensorParallelLayer):
+    """Each rank has some experts whole, computes them for all tokens, and the ranks' outputs are summed.
 
-    @contextmanager
-    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-        """Use this rank's parts of the weights."""
-        whole = module._parameters["down_proj_bias"]
-        with _use_local_dtensor_params(module):
-            module._parameters["down_proj_bias"] = SummedGradient.apply(whole, mesh.get_group()) / mesh.size()
-            try:
-                yield
-            finally:
-                module._parameters["down_proj_bias"] = whole
+    Slices of every expert would not be contiguous where gate and up share a weight, and checkpoints of
+    torch.distributed can't hold those. transformers' own code for this sums gradients in place.
+    """
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        """Replace the forward of experts, whose weights are cut by then."""
+        whole, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
+
+        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            hidden, weights = (SummedGradient.apply(x, group) for x in (hidden, weights))
+            count = module.num_experts  # of this rank
+            away = index // count != rank
+            # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
+            eager = module.config._experts_implementation == "eager"
+            index = torch.where(away, 0 if eager else count, index % count)
+            with _use_local_dtensor_params(module):
+                out = whole(hidden, index, weights.masked_fill(away, 0))
+            return _Summed.apply(out, group)
+
+        module.forward = forward
+        return module
+
+
+class _Summed(torch.autograd.Function):
+    """Sum over a group; the gradient passes unchanged, because every rank computes the same from the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 _STYLES: Mapping[str, styles.TensorParallelLayer] = {
     "replicated_with_grad_allreduce": _SummedWeights(),
-    "experts with a bias": _BiasedExperts(),
+    _EXPERTS: _WholeExperts(),
 }
 
 
@@ -133,7 +154,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     agreement = connect(mesh.get_group(), None)[1]
     with agreement.entering("tensor_parallel"):
         _check(model, mesh.size())
-        plan = _plan_of(model)
+        plan = _plan_of(model, mesh.size())
         heads = _ranks_of_heads(model, plan, mesh.size())
         fields = {"model": type(model).__name__, "plan": digest_of_text(plan), "weights": _digest(model)}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
@@ -232,11 +253,17 @@ def _check(model: Any, ranks: int) -> None:
         raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
 
 
-def _plan_of(model: Any) -> dict[str, str]:
+def _plan_of(model: Any, ranks: int) -> dict[str, str]:
     """Return the style of each module and parameter, by its name."""
+    experts = dict(model.ep_plan or {})
     plan = _PLANS.get(model.config.model_type, model.tp_plan)
-    expanded: dict[str, str] = model._expand_parallel_plan(dict(plan))
+    plan = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))} | experts
+    expanded: dict[str, str] = model._expand_parallel_plan(plan)
     modules = dict(model.named_modules())
+    for name, style in expanded.items():
+        count = model.get_parameter(name).shape[0] if style == _OF_EXPERTS else 0
+        if count % ranks:
+            raise ValueError(f"{name} has {count} experts, which {ranks} ranks can't share evenly; use other ranks")
     for name, style in expanded.items():
         module = modules.get(name)
         if style not in _STYLES and style not in ALL_PARALLEL_STYLES:
