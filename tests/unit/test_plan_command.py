@@ -52,6 +52,13 @@ def test_the_command_fits_as_printed(capsys: Any) -> None:
     assert forecast_of(asked.strategy, asked.request()).fits
 
 
+def test_an_option_that_the_strategy_refuses_is_not_advised(capsys: Any) -> None:
+    """Eight chunks of heads can't be cut by a Ulysses degree of 8; the others still help."""
+    asked = ("--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "8", "--strategy", "ulysses", "--all")
+    out = reported(capsys, *asked)
+    assert "It fits with --remat layer --mlp-chunks 32: " in out and "--attention-chunks" not in out
+
+
 @pytest.mark.long
 def test_a_last_node_with_fewer_ranks_is_named(capsys: Any) -> None:
     out = reported(capsys, "--model", "llama-3-8b", "--seq-len", "64K", "--ranks", "12")

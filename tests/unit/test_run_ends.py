@@ -126,7 +126,7 @@ def summary():
 
 def test_what_the_peak_of_memory_counts_is_said(summary):
     on = {device: replace(TrainConfig(), parallel=ParallelConfig(device=device)) for device in ("cpu", "cuda")}
-    assert "(the whole process: tensors, PyTorch and Python)" in shown(summary, on["cpu"])
+    assert "(whole process: tensors, PyTorch and Python)" in shown(summary, on["cpu"])
     assert "(tensors on its GPU)" in shown(summary, on["cuda"])
 
 

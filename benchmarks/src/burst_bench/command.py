@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 
 from burst_attention.cli.flags import MOST_RANKS, Count, Name, Ranks, check_settings, distinct
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.kernels.contract import DtypeName
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
@@ -218,9 +218,7 @@ def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -
     from .harness.workload import Workload
     from .report import page
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file has no terminal width
+    console = console_of_tables()
     shared = ("strategies", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
     sizes = {name: getattr(arguments, name) for name in shared}
     workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
@@ -245,7 +243,6 @@ def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -
 
 def _show(results: Results, console: Console) -> None:
     from .report import CHECK, PLACE, cells, measured
-    from .tables import terminal
 
     right = [row for row in results.rows if row.passed]
     # A terminal is narrow; the page shows all columns.
@@ -259,10 +256,7 @@ def _show(results: Results, console: Console) -> None:
             styled = texts if row.passed else (f"[red]{text}[/]" for text in texts)
             rows.append(dict(zip(headers, styled, strict=True)))
     title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
-    table = terminal(rows, title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap, column.overflow = column.header in ("strategy", "link", "/ first's"), "fold"
-    console.print(table)
+    print_table(console, rows, title=title, keys=len(PLACE))
     refused = (f"{row.strategy}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused)
     for reason in dict.fromkeys(refused):
-        console.print(f"left out: {escape(reason)}", highlight=False)
+        console.print(f"left out: {escape(reason)}", soft_wrap=True)

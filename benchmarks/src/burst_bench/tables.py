@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from rich.table import Table
+from collections.abc import Sequence
 
 from burst_train import figures
-
-
-def terminal(rows: Iterable[Mapping[str, str]], **options: Any) -> Table:
-    """Return a table; a row maps column names to cells and may leave some out.
-
-    Args:
-        rows: The rows. The columns have the order in which the rows first name them.
-        options: Arguments of :class:`rich.table.Table`.
-    """
-    rows = list(rows)
-    columns = dict.fromkeys(name for row in rows for name in row)
-    table = Table(*columns, **options)
-    for row in rows:
-        table.add_row(*(row.get(name, "") for name in columns))
-    return table
 
 
 def ranks_text(world: int) -> str:

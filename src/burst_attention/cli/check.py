@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from ..kernels import KERNELS
 from ..kernels.contract import DtypeName
@@ -22,8 +21,10 @@ from ..plan.route import RouteOrAuto
 from ..testing import Case, Report, check
 from .flags import DeviceOrAuto, NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
 from .numbers import numbers
+from .tables import print_table
 
 COMMAND = "burst check"
+COLUMNS = ("mask", "layout", "dtype", "circulate", "worst", "error", "bound", "")
 Size = Annotated[int, whole(most=65_536)]  # the oracle's memory grows with the square of the tokens
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda s: Mask(causal=False),
@@ -128,19 +129,19 @@ def _check(arguments: CheckArguments) -> None:
 
 def _show(arguments: CheckArguments, todo: list[Case], reports: list[Report]) -> None:
     """Print the worst case of each dtype and all that failed, or every case: the tensor furthest from its bound."""
-    console, verbose = Console(), arguments.verbose
+    console, verbose = Console(highlight=False), arguments.verbose
     pairs = [*zip(todo, reports, strict=True)]
     worst = {case.dtype: max((pair for pair in pairs if pair[0].dtype == case.dtype), key=_severity) for case in todo}
     shown = pairs if verbose else [pair for pair in pairs if not pair[1].passed or pair in worst.values()]
-    table = Table("mask", "layout", "dtype", "circulate", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}")
+    rows = []
     names = {MASKS[name](arguments.seq_len): name for name in arguments.masks}
     for case, report in shown:
         row = max(report.rows, key=_excess)
-        figures = (f"{row.tensor}, rank {row.rank}", f"{row.error:.1e}", f"{row.bound:.1e}")
+        figures = (f"{row.tensor}, {row.rank}", f"{row.error:.1e}", f"{row.bound:.1e}")
         verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
         named = names.get(case.mask, str(case.mask)), case.layout, str(case.dtype).removeprefix("torch.")
-        table.add_row(*named, case.circulate, *figures, verdict)
-    console.print(table)
+        rows.append(dict(zip(COLUMNS, (*named, case.circulate, *figures, verdict), strict=True)))
+    print_table(console, rows, title=f"S={todo[0].seqlen}; worst: tensor, rank", keys=4)
     failed = [report for report in reports if not report.passed]
     for report in failed:
         console.print(report.table())

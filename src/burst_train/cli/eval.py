@@ -11,9 +11,9 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TaskID
-from rich.table import Table
 
 from burst_attention.cli.numbers import numbers
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch import local as launch
 
 from ..step.evaluation import EvalConfig, Evaluation, StrategyResult
@@ -21,8 +21,8 @@ from . import train
 from .preflight import check_evaluation
 
 COMMAND = "burst eval"
+COLUMNS = ("strategy", "loss", "perplexity", "tokens", "seconds", "greatest difference")
 QUIET = 10.0  # seconds between two lines of progress when the output is not a terminal
-PIPED_WIDTH = 160  # columns of the table when the output is not a terminal
 
 
 def main(arguments: list[str]) -> int:
@@ -49,13 +49,11 @@ def _evaluate(config: EvalConfig) -> None:
     from ..step.model import quieten_transformers
 
     quieten_transformers()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+    console = console_of_tables()
     with EvaluationScreen(console) as screen:
         results = evaluate(config, screen.result, screen.progress)
     if launch.is_rank_0():
-        console.print(table(config, results))
+        show(console, config, results)
         if config.json is not None:
             Evaluation.of(config, results).write(config.json)
             console.print(f"results as JSON: [bold]{escape(str(config.json))}[/]")
@@ -90,23 +88,18 @@ class EvaluationScreen(ExitStack):
         self._console.print(f"{result.strategy}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
 
 
-def table(config: EvalConfig, results: list[StrategyResult]) -> Table:
-    """Return a table with one row per strategy; if one refused, its row says why."""
+def show(console: Console, config: EvalConfig, results: list[StrategyResult]) -> None:
+    """Print a table with one row per strategy, and why some refused."""
     ran = [result for result in results if result.refused is None]
-    title = (
-        f"{config.model}, {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else config.model
-    )
-    shown = Table(title=escape(title))
-    for name in ("strategy", "loss", "perplexity", "tokens", "seconds"):
-        shown.add_column(name, justify="left" if name == "strategy" else "right")
-    shown.add_column("greatest difference", justify="right")
-    if len(ran) < len(results):
-        shown.add_column("refused")
+    rows = [dict(zip(COLUMNS, (result.strategy, *_figures(result)), strict=True)) for result in results]
+    setting = f", {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else ""
+    print_table(console, rows, title=f"{escape(str(config.model))}{setting}", right=COLUMNS[1:])
     for result in results:
-        shown.add_row(result.strategy, *_figures(result), *([escape(result.refused)] if result.refused else []))
-    reference = ran[0].reference if ran else None
-    shown.caption = f"difference: a token's log-likelihood against that of {reference}, in nats"
-    return shown
+        if result.refused is not None:
+            console.print(f"{result.strategy} is left out: {escape(result.refused)}", soft_wrap=True)
+    if ran:
+        apart = "difference: a token's log-likelihood against that of"
+        console.print(f"{apart} {ran[0].reference}, in nats", soft_wrap=True)
 
 
 def _figures(result: StrategyResult) -> list[str]:

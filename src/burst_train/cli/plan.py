@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Column, Table
 
 from burst_attention.attention.hardware import resolve_rates
 from burst_attention.cli.flags import Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.numbers import numbers
+from burst_attention.cli.tables import print_table
 from burst_attention.launch import local as launch
 from burst_attention.plan.layout import BALANCED
 
@@ -157,10 +157,7 @@ def main(arguments: list[str]) -> int:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{headline(request)}[/]")
-    table = Table(*(Column(name, no_wrap=True) for name in SHORT))
-    for line in short_rows(request, found):
-        table.add_row(*line)
-    console.print(table)
+    print_table(console, [dict(zip(SHORT, line, strict=True)) for line in short_rows(request, found)])
     for note in notes(request, found):
         wide.print(note, markup=False)
     best = recommended(found, saving)

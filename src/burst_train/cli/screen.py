@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -110,8 +110,9 @@ class Screen:
             )
 
 
+MOST_RANKS = 4  # whose figures are listed
 # On a CPU the measured memory includes more than the prediction before the start does.
-COUNTED = {"cuda": "tensors on its GPU", "cpu": "the whole process: tensors, PyTorch and Python"}
+COUNTED = {"cuda": "tensors on its GPU", "cpu": "whole process: tensors, PyTorch and Python"}
 
 
 def _table(summary: Summary, device: str) -> Table:
@@ -126,18 +127,17 @@ def _table(summary: Summary, device: str) -> Table:
         table.add_row("best held-out loss", text)
     if summary.left_out:
         steps = _some([str(step) for step in summary.left_out])
-        table.add_row("steps skipped, non-finite values", steps)
+        table.add_row("skipped, non-finite values", steps)
     if summary.spikes:
         steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
-        table.add_row("loss spikes, relative to the running median", steps)
+        table.add_row("loss spikes, x the median", steps)
     table.add_row("tokens/s", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}")
     if summary.mfu is not None:
         table.add_row("MFU", f"{summary.mfu:.1%}")
-    waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
-    table.add_row("waiting for exchanges per step, per rank", ", ".join(waited))
-    table.add_row("peak memory per rank", f"{_sizes(summary.peak_memory)}\n({COUNTED[device]})")
-    table.add_row("activations sent per step, per rank", _sizes(summary.bytes_sent))
-    table.add_row("predicted for attention", _sizes(summary.bytes_predicted))
+    table.add_row("waits per step, per rank", _by_rank(summary.exchange_seconds, lambda seconds: f"{seconds:,.3f} s"))
+    table.add_row("peak memory per rank", f"{_by_rank(summary.peak_memory, binary_text)}\n({COUNTED[device]})")
+    table.add_row("activations sent per step", _by_rank(summary.bytes_sent, binary_text))
+    table.add_row("predicted for attention", _by_rank(summary.bytes_predicted, binary_text))
     return table
 
 
@@ -154,5 +154,9 @@ def _some(texts: list[str], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def _sizes(sizes: Sequence[float | None]) -> str:
-    return ", ".join("-" if size is None else binary_text(size) for size in sizes)
+def _by_rank(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+    """List the values of a few ranks; of many, the least and the greatest."""
+    if len(values) <= MOST_RANKS:
+        return ", ".join("-" if value is None else text(value) for value in values)
+    known = [value for value in values if value is not None]
+    return f"{text(min(known))} to {text(max(known))} on {len(values)} ranks" if known else "-"

@@ -17,10 +17,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.plan.schedule import Schedule
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
@@ -31,7 +31,6 @@ from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, parse_cluster, parse_rate
 from ..harness.calibration import calibrated, limited
 from ..harness.turns import seconds_of, take_turns
-from ..tables import terminal
 
 HEADS, DIM = 8, 128
 MASKS = {
@@ -172,7 +171,7 @@ def main(arguments: list[str]) -> None:
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}
         for row in rows
     )
-    console = Console()
-    console.print(terminal(lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward"))
+    console = console_of_tables()
+    print_table(console, lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward", keys=6)
     for name, value in summarised.items():
         console.print(f"{name}: {value:.3g}")

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.launch.join import cores
@@ -35,7 +35,7 @@ from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, ClusterError, parse_rate
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, take_turns
-from ..tables import bytes_text, mebibytes, ranks_text, spread, terminal
+from ..tables import bytes_text, mebibytes, ranks_text, spread
 
 VOCABULARY, LAYERS, HEADS, DIM = 512, 2, 4, 64
 WARM = 512  # tokens
@@ -129,14 +129,14 @@ def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArgum
 
 def main(arguments: list[str]) -> None:
     a = asked(GenerationArguments(), __doc__, "burst bench generate", arguments)
-    console, rows = Console(width=max(Console().width, 120)), list[dict[str, Any]]()
+    console, rows = console_of_tables(), list[dict[str, Any]]()
     for world in a.worlds:
         found = over_contexts(world, a)
         rows += found
         threads = min(world, cores())
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
         title += f"D={DIM}; rounds: {a.rounds}" + (f", links of {a.link}" if a.link else "")
-        console.print(terminal([line(row) for row in found], title=title))
+        print_table(console, [line(row) for row in found], title=title)
     a.write(model=SIZES, rows=rows)
 
 

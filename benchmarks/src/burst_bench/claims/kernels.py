@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs, Kernel
 from burst_attention.kernels.prove import check_against_reference
@@ -31,7 +31,7 @@ from burst_attention.testing import local_world
 from ..arguments import WrittenArguments, asked
 from ..harness.turns import ratios, take_turns
 from ..harness.workload import Workload
-from ..tables import spread, terminal
+from ..tables import spread
 from .memory import predicted
 
 WINDOW = 4096
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> None:
     a = asked(KernelsArguments(), __doc__, "burst bench kernels", arguments)
     if not torch.cuda.is_available():
         raise SystemExit("burst bench kernels: torch.cuda.is_available() is False; run it on a machine with a GPU")
-    console = Console(width=max(Console().width, 130))
+    console = console_of_tables()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, batch 1, heads x D = 2,048")
     console.print(explain(device=DEVICE, dtype=torch.bfloat16), markup=False)
     sizes = [(seqlen, dim, mask) for dim in a.head_dims for seqlen in a.seq_lens for mask in MASKS]
@@ -225,5 +225,5 @@ def main(arguments: list[str]) -> None:
         "memory, H = 32, D = 128, Triton": [memory(131072, 32, 128, world) for world in (1, 8)],
     }
     for title, rows in tables.items():
-        console.print(terminal(rows, title=title))
+        print_table(console, rows, title=title, keys=len(PLACE) if title == "kernels" else 1)
     a.write(device=torch.cuda.get_device_name(), **tables)

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch.join import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
 from burst_train.cli.preflight import predict_memory
@@ -34,7 +34,6 @@ from burst_train.step.model import build_model
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
-from ..tables import terminal
 
 GIB = 2**30
 REFUSED = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
@@ -182,9 +181,9 @@ def search(sizes: LongestArguments, until: float, tell: Any) -> list[dict[str, A
 
 def main(arguments: list[str]) -> None:
     a = asked(LongestArguments(), __doc__, "burst bench longest", arguments)
-    console, until = Console(), time.monotonic() + 60 * a.minutes
+    console, until = console_of_tables(), time.monotonic() + 60 * a.minutes
     rows = search(a, until, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
-    console.print(terminal(longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks"))
+    print_table(console, longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks")
     a.write(rows=rows)
 
 

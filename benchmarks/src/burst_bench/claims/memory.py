@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
 from burst_attention import Mask
 from burst_attention.attention.hardware import shape_of
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Planner
@@ -25,7 +24,6 @@ from burst_train.forecast.footprint import peak_of, walked
 from ..arguments import CallArguments, asked
 from ..harness.calls import Ours, memory_peaks
 from ..harness.workload import Workload
-from ..tables import terminal
 
 
 def predicted(world: int, workload: Workload, *, exact_partials: bool = False) -> int:
@@ -66,5 +64,5 @@ def main(arguments: list[str]) -> None:
         | {"x world / that of the first": f"{row['peak'] * row['world'] / first:.2f}"}
         for row in rows
     )
-    Console().print(terminal(lines, title=f"{a.title}, zigzag"))
+    print_table(console_of_tables(), lines, title=f"{a.title}, zigzag")
     a.write(rows=rows)

@@ -34,11 +34,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention import Strategy
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
 from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
@@ -46,7 +46,7 @@ from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
 from ..arguments import WrittenArguments, asked
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, take_turns
-from ..tables import bytes_text, ranks_text, terminal
+from ..tables import bytes_text, ranks_text
 
 Lengths = tuple[int, ...]  # tokens of each document of a batch
 Source = Literal["stdlib", "lognormal"]
@@ -213,13 +213,13 @@ def measured(pool: WorkerPool, source: Source, a: PackingArguments) -> list[dict
 
 def main(arguments: list[str]) -> None:
     a = asked(PackingArguments(), __doc__, "burst bench packing", arguments)
-    console, rows = Console(), []
+    console, rows = console_of_tables(), []
     with WorkerPool(a.ranks, timeout=900) as pool:
         for source in a.sources:
             rows += (found := measured(pool, source, a))
             size = f"{a.batches} batches of {a.tokens:,} tokens, documents up to {a.longest:,}"
             title = f"{source}: {ranks_text(a.ranks)}, {size}; by CPU time of the busiest rank"
-            console.print(terminal(lines(found, a.tokens), title=title))
+            print_table(console, lines(found, a.tokens), title=title)
     a.write(rows=rows)
 
 

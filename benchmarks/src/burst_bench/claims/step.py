@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention import kernels
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
 from burst_train.data.sequences import TokenSequence
@@ -36,7 +36,7 @@ from burst_train.parallel import Heads
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, seconds_of, take_turns
-from ..tables import mebibytes, ranks_text, spread, terminal
+from ..tables import mebibytes, ranks_text, spread
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SMALL = HEADS | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
@@ -180,7 +180,7 @@ def report(a: StepArguments) -> None:
         with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
             rows.append(measured((one, many), (Side(name, None, a), Side(name, kernel, a)), a))
         title = f"{name}, {ranks_text(world)}, S={a.seq_len}, {a.dtype}, {a.device}; {a.rounds} rounds"
-        Console().print(terminal(_lines(rows[-1], a.seq_len), title=title))
+        print_table(console_of_tables(), _lines(rows[-1], a.seq_len), title=title)
     a.write(rows=rows)
 
 

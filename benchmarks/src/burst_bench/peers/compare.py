@@ -32,6 +32,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
+from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.testing import WorkerError, WorkerPool
 
 from ..arguments import CallArguments, asked
@@ -41,7 +42,7 @@ from ..harness.calls import TOLERANCE, Variant, checked, ready, reference
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..harness.workload import Workload
-from ..tables import bytes_text, spread, terminal
+from ..tables import bytes_text, spread
 from . import flash_attn_stand_in
 from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_version, refusal
 
@@ -225,7 +226,7 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
         }
         if strongest and own.mean_bytes is not None:
             lines[-1][f"of {STRONGEST}'s"] = f"{own.mean_bytes / strongest:.3f}"
-    console.print(terminal(lines, title=title))
+    print_table(console, lines, title=title)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
@@ -255,5 +256,5 @@ def main(arguments: list[str]) -> None:
         except ValueError as error:
             raise SystemExit(f"burst bench peers: {error}") from error
     over = f", links of {a.link}" if a.link else ""
-    show(Console(width=max(Console().width, 130)), outcomes, f"{a.title}, {a.world} ranks x 1 thread{over}")
+    show(console_of_tables(), outcomes, f"{a.title}, {a.world} ranks x 1 thread{over}")
     a.write(rows=[own.row() for own in outcomes])
