@@ -153,7 +153,7 @@ def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, ma
 def test_a_bound_is_one(mbit: float) -> None:
     """A candidate that its bound excludes would also be excluded by its time."""
     planned = schedule(link(mbit))
-    tally, wire = planned.tally, planned.planner.wire(4)
+    tally, wire = planned.tally, planned.planner.wires(4)[0]
     for groups, circulate in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], CIRCULATIONS):
         inner = CIRCULATIONS[circulate](4 // groups.query)
         for direction in Direction:
@@ -564,7 +564,7 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
     held = 3 * 1024 * 8 * 128 * 2 / 1e6 + results
     kept = pytest.approx(held + results, rel=1e-3)  # also those of the whole sequence for the rank's heads
     assert found == {"none": pytest.approx(held, rel=1e-3), "layer": 0.0, "keep-attention": kept}
-    assert make_plan(64, call=CallShape(remat="layer")).planner.forwards == 2
+    assert make_plan(64, call=CallShape(remat="layer")).planner.times == (2, 1)
     assert TrainConfig(memory=MemoryConfig(remat="layer")).how["remat"] == "layer"
 
 
@@ -612,7 +612,7 @@ def test_a_plan_is_made_for_what_it_recomputes() -> None:
     cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
     q = ForecastRequest(seq_len=8 << 12, cluster=cluster, model=model_of("llama-2-7b"), remat="layer")
     (mask,) = q.masks
-    assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1
+    assert q.setting(mask).planner.times[0] == 2 and replace(q, remat=None).setting(mask).planner.times[0] == 1
 
 
 @pytest.mark.parametrize(("layout", "count"), [("zigzag", 1), ("contiguous", 2), ("zigzag", 4), ("contiguous", 8)])

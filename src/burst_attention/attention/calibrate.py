@@ -27,7 +27,7 @@ from .call import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .new_plan import make_plan, single_rank_plan
 from .plan import Plan
-from .probe import DIM, SMALL, Probe, cores_per_rank, full
+from .probe import DIM, FLOPS, SMALL, Probe, full
 
 
 @dataclass(frozen=True)
@@ -62,31 +62,18 @@ def calibrate(
         sizes: how much is measured. Default: about half a minute of measurements.
     """
     device = torch.device(device)
-    usual = usual_rates(on_gpus=device.type == "cuda")
-    plan = make_plan(
-        64,
-        group=group,
-        strategy=Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
-        hardware=Hardware(rates=usual),
-    )
+    on_gpu, strategy = device.type == "cuda", Strategy(layout="zigzag", ulysses_degree=1, circulate="query")
+    plan = make_plan(64, group=group, strategy=strategy, hardware=Hardware(rates=usual_rates(on_gpus=on_gpu)))
     probe = _Calibration(plan, device, sizes or CalibrationSizes())
     usual = plan.planner.rates  # rank 0's, so that all ranks start from the same rates
     half, *launches, block, row, tile = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
     inside, across = probe.links()
     visit, call = probe.calls(sum(launches))
-    overhead = replace(
-        usual.overhead,
-        launch_forward=launches[0],
-        launch_backward=launches[1],
-        visit=visit,
-        call=call,
-        fold=probe.fold(row),
-        block=block,
-        at_once=probe.at_once,
-    )
-    links = {"inside of a node": inside, "across": across}
-    assumed = [what for what, link in links.items() if link is None]
+    times = {"launch_forward": launches[0], "launch_backward": launches[1], "visit": visit, "call": call}
+    fold, at_once = probe.fold(row), 0.0 if on_gpu else probe.at_once()
+    overhead = replace(usual.overhead, **times, fold=fold, block=block, at_once=at_once)
+    assumed = [what for what, link in (("inside of a node", inside), ("across", across)) if link is None]
     source = f"measured by burst calibrate on {plan.world} ranks, {device.type}, torch {torch.__version__}"
     if assumed:
         source += f"; links {' and '.join(assumed)} as estimated by {usual.name}"
@@ -99,7 +86,7 @@ def calibrate(
         single=single,
         double=double,
         overhead=overhead,
-        measured_on=this_machine(plan.world, device.type == "cuda"),
+        measured_on=this_machine(plan.world, on_gpu),
     )
     return replace(rates, overhead=replace(overhead, fold=probe.rows(rates, tile)))
 
@@ -113,21 +100,17 @@ class _Calibration(Probe):
             plan.transport, plan.exchange_small, nodes, device, message=sizes.message, repeats=sizes.repeats
         )
         self.plan, self.sizes = plan, sizes
-        cores = cores_per_rank() if device.type == "cpu" else 0
-        here = self.nodes.count(self.nodes[plan.rank])
-        (self.at_once,) = self.slowest([float(cores if 0 < cores < here else 0)])
         # Ranks and other processes may share the cores, so count processor time where one thread does the work.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
-        self.clock = time.process_time if alone else time.perf_counter
+        if alone:
+            self.clock = time.process_time
 
     def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float, float]:
         """Measure the kernel for inputs of ``dtype``.
 
-        Returns:
-            The speed; seconds of a forward's launch; seconds of a backward's launch; the block size that a mask's
-            border costs, in rows; seconds per row of one head, however much that row sees; and seconds of both passes
-            of a large tile without a mask. Seconds per row are the mean of a forward's and of half a backward's,
-            because a backward also handles the keys' rows.
+        Return its speed; seconds of a launch, forward and backward; the block size that a mask's border costs, in rows;
+        seconds per row of one head, the mean of a forward's and of half a backward's, which also handles the keys'
+        rows; and seconds of both passes of a large tile without a mask.
         """
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
         rows, heads = self.sizes.rows, self.sizes.heads
@@ -144,33 +127,30 @@ class _Calibration(Probe):
             max(0.0, all_of_it - one * cells - less) for all_of_it, one, less in zip(whole, each, small, strict=True)
         ]
         row = (rest[0] + rest[1] / 2) / 2 / (heads * rows)
-        flops = 2 * 2 * DIM, 2 * 5 * DIM
         alone = [less + more for less, more in zip(small, rest, strict=True)]
         triangle = rows * (rows + 1) / 2
         border = [(x - y) / one / heads - triangle for x, y, one in zip(causal, alone, each, strict=True)]
         block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes; each row loses half a block
-        speed = Speed(forward=flops[0] / each[0], backward=flops[1] / each[1])
+        speed = Speed(forward=FLOPS[0] / each[0], backward=FLOPS[1] / each[1])
         return speed, small[0], small[1], block, row, sum(whole)
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:
         """Return the seconds of one tile's forward and backward."""
-        return [self.seconds(call) for call in self.tile(kernel, tile, dtype, self.sizes.heads)]
+        return [self.seconds([call])[0] for call in self.tile(kernel, tile, dtype, self.sizes.heads)]
 
     def fold(self, row: float) -> float:
         """Return the bytes per second at which partial results are merged; a kernel takes ``row`` seconds per row."""
         shape = 1, self.sizes.heads, 4 * self.sizes.rows
         out, part = (self.random(*shape, DIM, dtype=torch.float32) for _ in range(2))
         lse = torch.zeros(shape, device=self.device)
-        merged = self.seconds(lambda: merge_(out, lse, part, lse.clone()))
+        (merged,) = self.seconds([lambda: merge_(out, lse, part, lse.clone())])
         return out.nbytes / max(1e-9, merged + row * lse.numel())
 
     def rows(self, rates: Rates, whole: float) -> float:
         """Return the fold rate that covers all of a visit's work on rows: gathering, widening and adding.
 
-        ``whole``: seconds of a large tile when ``rates`` were measured, from :meth:`kernel`.
-
-        The rate is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``. Other
-        clocks would count waiting too, so with them the measured fold rate is returned as it is.
+        It is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``; other clocks
+        would count waiting. ``whole``: seconds of a large tile when ``rates`` were measured, from :meth:`kernel`.
         """
         folded = rates.overhead.fold
         if self.plan.world == 1 or self.clock is not time.process_time:
@@ -178,7 +158,7 @@ class _Calibration(Probe):
         plan = self.plan.with_mask(self.plan.mask, seqlen=self.sizes.rows * self.plan.world)
         heads, dtype = self.sizes.heads, torch.bfloat16
         shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=DIM)
-        wire = plan.planner.wire(plan.world)
+        wire, *_ = plan.planner.wires(plan.world)
 
         def computed(fold: float) -> float:
             with_fold = replace(rates, overhead=replace(rates.overhead, fold=fold))
@@ -192,20 +172,16 @@ class _Calibration(Probe):
         beyond = []
         for _ in range(3):
             # The machine may be slower now than when the kernel was measured. A tile in the same turns shows it.
-            *tile, call = self.seconds_of_each(turns)
+            *tile, call = self.seconds(turns)
             beyond.append(call * whole / max(1e-9, sum(tile)) - none)
         return min(folded, (computed(1.0) - none) / max(1e-9, statistics.median(beyond)))
 
     def calls(self, launch: float) -> tuple[float, float]:
-        """Return the seconds that a visit and a pass add and nothing hides, measured with calls of few tokens.
-
-        Args:
-            launch: seconds of a forward's and a backward's launch together.
-        """
+        """Return the seconds that a visit and a pass add, from calls of few tokens; ``launch``: of both passes."""
         alone = single_rank_plan(SMALL)
-        here = self.seconds(lambda: self._call(alone)) - launch
-        visit = max(0.0, here / 4)  # half of each pass is the visit, half the operator around it
-        together = self.seconds(lambda: self._call(self.plan), time.perf_counter)
+        (here,) = self.seconds([lambda: self._call(alone)])
+        visit = max(0.0, (here - launch) / 4)  # half of each pass is the visit, half the operator around it
+        (together,) = self.seconds([lambda: self._call(self.plan)], time.perf_counter)
         return visit, max(0.0, together / 2 - self.plan.world * (visit + launch / 2))
 
     def _call(self, plan: Plan, heads: int = 1) -> None:

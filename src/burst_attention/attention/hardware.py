@@ -99,10 +99,8 @@ def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -
     """Return the rates that were given, or that ``burst calibrate`` wrote for this user, else None.
 
     The user's file is not used if it holds rates of another device, torch or number of ranks, and a warning names it.
-    With ``world`` None, ranks are not compared, and a given file may hold rates of any machine.
-
-    Raises:
-        TypeError, ValueError: ``rates`` is no such thing, or a given file can't be read or is of another machine.
+    With ``world`` None, ranks are not compared, and a given file may hold rates of any machine. Raise TypeError or
+    ValueError if ``rates`` is no such thing, or a given file can't be read or is of another machine.
     """
     if isinstance(rates, Rates):
         return rates
@@ -156,11 +154,7 @@ def usual_rates(*, on_gpus: bool) -> Rates:
 
 
 def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
-    """Return the node of each rank of the group; None if no ``nodes`` are given.
-
-    Raises:
-        TypeError, ValueError: ``nodes`` does not give a node for each rank.
-    """
+    """Return the node of each rank of the group, or None; TypeError or ValueError unless each rank has one."""
     if nodes is None:
         return None
     if isinstance(nodes, DeviceMesh):
@@ -191,10 +185,9 @@ def digest_of_numbers(numbers: Sequence[int]) -> str:
 
 
 def known_shape(call: CallShape) -> Shape | None:
-    """The shape of the calls to expect, one row of a batch; None if nothing is known of them.
+    """Return the shape of the calls to expect, one row of a batch; None if nothing is known of them.
 
-    Raises:
-        TypeError, ValueError: no such call exists, or too little is known.
+    Raise TypeError or ValueError if no such call exists, or too little is known.
     """
     q_heads, kv_heads, head_dim = call.q_heads, call.kv_heads, call.head_dim
     if q_heads is None and kv_heads is None and head_dim is None:
@@ -203,21 +196,12 @@ def known_shape(call: CallShape) -> Shape | None:
         raise ValueError(
             f"CallShape has q_heads={q_heads} and head_dim={head_dim}; give both, and kv_heads if it differs, or none"
         )
-    return checked_shape(
-        torch.bfloat16 if call.dtype is None else call.dtype,
-        batch=1,
-        q_heads=q_heads,
-        kv_heads=q_heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-    )
+    sizes = {"q_heads": q_heads, "kv_heads": q_heads if kv_heads is None else kv_heads, "head_dim": head_dim}
+    return checked_shape(torch.bfloat16 if call.dtype is None else call.dtype, batch=1, **sizes)
 
 
 def checked_shape(dtype: Any, **sizes: int | None) -> Shape:
-    """Check the sizes; return the shape that :func:`shape_of` makes of them.
-
-    Raises:
-        TypeError, ValueError: a call would refuse such a shape.
-    """
+    """Return :func:`shape_of` these sizes. Raise TypeError or ValueError if a call would refuse such a shape."""
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"{name}={size!r} must be an integer of at least 1")
@@ -232,13 +216,7 @@ def shape_of(
     dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
 ) -> Shape:
     """Return the sizes of a call with inputs of ``dtype``. ``v_head_dim`` defaults to ``head_dim``."""
-    return Shape(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-        io=dtype.itemsize,
-        partial=wire_dtype(dtype).itemsize,
-        accumulate=accumulation_dtype(dtype).itemsize,
-    )
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
+    partial, accumulate = wire_dtype(dtype).itemsize, accumulation_dtype(dtype).itemsize
+    return Shape(batch=batch, **sizes, io=dtype.itemsize, partial=partial, accumulate=accumulate)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ ALIKE = 4.0  # kept figures hold while links are at most this many times faster 
 MOST_SOURCE = 600  # characters of where kept rates come from, in the record that all ranks get
 DIM = 128
 SMALL = 32  # rows and columns of a tile whose time is its launch only
+FLOPS = 2 * 2 * DIM, 2 * 5 * DIM  # of a (query, key) pair, forward and backward
 CLEAR = 5.0  # a tile that takes this many launches tells a kernel's speed
 Passes = tuple[float, float]  # seconds of a forward and of a backward
 
@@ -71,12 +72,6 @@ class Probe:
         return [max(values) for values in zip(*self.exchange(mine), strict=True)]
 
     def seconds(
-        self, call: Callable[[], Any], clock: Callable[[], float] | None = None, *, warm: bool = False
-    ) -> float:
-        """Return the seconds of a call that all ranks make at the same time, as :meth:`seconds_of_each` does."""
-        return self.seconds_of_each([call], clock, warm=warm)[0]
-
-    def seconds_of_each(
         self, calls: Sequence[Callable[[], Any]], clock: Callable[[], float] | None = None, *, warm: bool = False
     ) -> list[float]:
         """Return the seconds of calls that all ranks make at the same time, one call after another.
@@ -95,38 +90,30 @@ class Probe:
             last = [*(self._once(call, clock) for call in calls), time.perf_counter() - began]
 
     def _once(self, call: Callable[[], Any], clock: Callable[[], float]) -> float:
-        self._settle()
+        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
+        wait()
         began = clock()
         call()
-        self._settle()
+        wait()
         return clock() - began
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def links(self) -> tuple[Link | None, Link | None]:
         """Return the links inside a node and across nodes; None where there is no such link."""
-        mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.transport.rank]]
-        every = sorted({*self.nodes})
-        place, counts = mine.index(self.transport.rank), [self.nodes.count(node) for node in every]
+        every = [[rank for rank, node in enumerate(self.nodes) if node == each] for each in sorted({*self.nodes})]
+        mine, counts = next(ranks for ranks in every if self.transport.rank in ranks), {*map(len, every)}
         inside = across = None
         if min(counts) > 1:
             latency, rate = self._ring(mine)
             inside = Link(latency=latency, bytes_per_second=rate, shared=False)
-        if len(every) > 1 and len({*counts}) == 1:
-            members = [[rank for rank, node in enumerate(self.nodes) if node == each] for each in every]
-            latency, together = self._ring([ranks[place] for ranks in members])
-            _, alone = self._ring([ranks[0] for ranks in members]) if counts[0] > 1 else (0.0, together)
+        if len(every) > 1 and len(counts) == 1:
+            latency, together = self._ring([ranks[mine.index(self.transport.rank)] for ranks in every])
+            _, alone = self._ring([ranks[0] for ranks in every]) if len(mine) > 1 else (0.0, together)
             shared = alone > 1.5 * together
             across = Link(latency=latency, bytes_per_second=alone if shared else together, shared=shared)
         return inside, across
 
     def _ring(self, ranks: list[int]) -> tuple[float, float]:
-        """Return (latency of a message in seconds, bytes per second).
-
-        Each of ``ranks`` sends several messages at the same time to the next, as calls do. Other ranks only wait.
-        """
+        """Return a message's latency and the bytes per second if each rank sends several at once to the next."""
         taking_part = self.transport.rank in ranks
         at = ranks.index(self.transport.rank) if taking_part else 0
         ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
@@ -142,7 +129,7 @@ class Probe:
                     self.transport.wait(self.transport.post(sends, receives, label="calibration"))
 
             warm = size > least  # smaller messages have opened the connections
-            return self.seconds(exchange, time.perf_counter, warm=warm) / AT_ONCE
+            return self.seconds([exchange], time.perf_counter, warm=warm)[0] / AT_ONCE
 
         most = max(4 * least, self._message // AT_ONCE)
         few = many = send(least)
@@ -164,30 +151,55 @@ class Probe:
         kernel.backward(inputs)
         return [partial(kernel.forward, q, k, v, tiles, scale), partial(kernel.backward, inputs)]
 
+    def at_once(self) -> float:
+        """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
+        each = self.exchange([machine(), float(max(1, cores_per_rank()))])
+        by_machine = {name: [cores for other, cores in each if other == name] for name, _ in each}
+        short = any(min(cores) < len(cores) for cores in by_machine.values())
+        return float(sum(map(min, by_machine.values()))) if short else 0.0
+
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return normal values. They are not drawn from the user's generator, whose next numbers must not change."""
         return torch.randn(*shape, device=self.device, generator=self._draws).to(dtype)
 
 
-def full(rows: int, columns: int | None = None) -> Tile:
+def full(rows: int, columns: int = 0) -> Tile:
     """Return a tile of this size in which each query sees each key."""
-    columns = columns or rows
-    return Tile(0, rows, 0, columns, 1 - columns, rows - 1)
+    return Tile(0, rows, 0, columns or rows, 1 - (columns or rows), rows - 1)
 
 
-@dataclass(frozen=True, eq=False)
-class QuickProbe:
+class QuickProbe(Probe):
     """What the first plan of a group measures: links, and kernels at one size."""
 
-    probe: Probe
-    agreement: Agreement
+    def __init__(self, agreement: Agreement, transport: Transport, *given: Any, **named: Any) -> None:
+        super().__init__(transport, *given, **named, message=4 << 20, repeats=3, patience=PATIENCE)
+        self.agreement = agreement
+        if self.device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
+            self.clock = time.thread_time
+
+    def rates(self, usual: Rates) -> tuple[Rates, bool]:
+        """Measure, or read what was kept, as :func:`measured` says."""
+        began, at = time.perf_counter(), self.exchange([time.time()])[0][0]
+        inside, across = (link and _rounded(link) for link in self.links())
+        links = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
+        rates = replace(usual, inside=inside or usual.inside, across=across or usual.across)
+        name = kept_name(usual, self.nodes)
+        found = self._read(name)
+        if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
+            found = self.kernels(rates)
+            (took,) = self.slowest([time.perf_counter() - began])
+            what = f"kernels and links {' and '.join(links)}" if links else "kernels"
+            when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
+            found = self._keep(found, name, usual.source)
+        return found, len(set(self.nodes)) > 1 and across is None
 
     def kernels(self, usual: Rates) -> Rates:
         """Return the rates with this machine's launches and speeds, and with the cores that ranks share.
 
         Double precision keeps its ratio to single precision. On GPUs both keep their ratio to half precision.
         """
-        on_gpu = self.probe.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         heads, rows = (8, 2048) if on_gpu else (1, 512)
         dtypes = [torch.bfloat16, *([] if on_gpu else [torch.float32])]
         found = self._passes([(dtype, n) for dtype in dtypes for n in (SMALL, rows)], heads)
@@ -196,66 +208,54 @@ class QuickProbe:
         single = _scaled(usual.single, half, usual.half) if on_gpu else singles[0]
         double = _scaled(usual.double, single, usual.single)
         times = {"launch_forward": near(launches[0]), "launch_backward": near(launches[1])}
-        overhead = replace(usual.overhead, **times, at_once=0.0 if on_gpu else self._at_once())
+        overhead = replace(usual.overhead, **times, at_once=0.0 if on_gpu else self.at_once())
         return replace(usual, half=half, single=single, double=double, overhead=overhead)
 
     def _speed(self, dtype: torch.dtype, heads: int, rows: int, launches: Passes, whole: Passes) -> Speed:
-        """Return a kernel's speed from the seconds of a small tile, and of a tile with this number of ``rows``.
-
-        Rows are doubled until a tile takes clearly longer than its launch.
-        """
+        """Return a kernel's speed; rows are doubled until a tile takes clearly longer than its launch."""
         most = 4 * rows
         while sum(whole) < CLEAR * sum(launches) and rows < most:
             rows *= 2
             (whole,) = self._passes([(dtype, rows)], heads)
-        flops = 2 * 2 * DIM, 2 * 5 * DIM
         forward, backward = (
             near(flop * heads * rows * rows / max(seconds - launch, seconds / CLEAR, 1e-9))
-            for flop, seconds, launch in zip(flops, whole, launches, strict=True)
+            for flop, seconds, launch in zip(FLOPS, whole, launches, strict=True)
         )
         return Speed(forward=forward, backward=backward)
 
     def _passes(self, sizes: Sequence[tuple[torch.dtype, int]], heads: int) -> list[Passes]:
         """Return the seconds of a forward and a backward of full tiles, each with a dtype and a number of rows."""
-        probe, calls = self.probe, list[Callable[[], Any]]()
+        calls = list[Callable[[], Any]]()
         with self.agreement.entering("make_plan"):
             for dtype, rows in sizes:
-                kernel = choose("auto", device=probe.device, dtype=dtype, head_dims=(DIM, DIM))
+                kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
                 # Fixed block sizes need no tuning, for which the other ranks would wait.
                 fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
-                calls += probe.tile(fixed, full(rows), dtype, heads)
-        took = probe.seconds_of_each(calls, warm=True)
+                calls += self.tile(fixed, full(rows), dtype, heads)
+        took = self.seconds(calls, warm=True)
         return [*zip(took[::2], took[1::2], strict=True)]
 
-    def _at_once(self) -> float:
-        """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
-        each = self.probe.exchange([machine(), float(max(1, cores_per_rank()))])
-        by_machine = {name: [other for other in each if other[0] == name] for name, _ in each}
-        fewest = [min(cores for _, cores in ranks) for ranks in by_machine.values()]
-        short = any(least < len(ranks) for least, ranks in zip(fewest, by_machine.values(), strict=True))
-        return sum(fewest) if short else 0.0
+    def _read(self, name: str) -> Rates | None:
+        """Return the rates that rank 0 kept for such a group, on every rank; None without a file that can be read."""
+        found = None
+        if self.transport.rank == 0:
+            with self.agreement.entering("make_plan"), contextlib.suppress(ValueError, RuntimeError):  # no home folder
+                found = read_rates(measured_file(name)).as_dict(most=MOST_SOURCE)
+        found = self.agreement.agree("make_plan", {}, {"kept": found})[0]["kept"]
+        return None if found is None else Rates.from_dict(found)
 
-    def links(self, usual: Rates) -> tuple[Rates, list[str]]:
-        """Return the rates with measured links, and the names of these links."""
-        inside, across = (link and _rounded(link) for link in self.probe.links())
-        names = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
-        return replace(usual, inside=inside or usual.inside, across=across or usual.across), names
-
-    def rates(self, usual: Rates) -> tuple[Rates, bool]:
-        """Measure, or read what was kept, as :func:`measured` says."""
-        probe = self.probe
-        began, at = time.perf_counter(), probe.exchange([time.time()])[0][0]
-        rates, links = self.links(usual)
-        kept = Kept(self.agreement, kept_name(usual, probe.nodes))
-        found = kept.read()
-        if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
-            found = self.kernels(rates)
-            (took,) = probe.slowest([time.perf_counter() - began])
-            what = f"kernels and links {' and '.join(links)}" if links else "kernels"
-            when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
-            found = kept.write(found, usual.source)
-        return found, len(set(probe.nodes)) > 1 and "across nodes" not in links
+    def _keep(self, rates: Rates, name: str, rest: str) -> Rates:
+        """Keep the rates; return them with a source that says where, or why not. ``rest``: the source of the rest."""
+        said = ""
+        if self.transport.rank == 0:
+            with self.agreement.entering("make_plan"):
+                try:
+                    path = measured_file(name)
+                    said = _plain(f"{rates.source}, kept in {path}; the rest: {rest}")
+                    write_rates(replace(rates, source=said), path)
+                except (OSError, ValueError, RuntimeError) as error:
+                    said = _plain(f"{rates.source}, not kept ({error}); the rest: {rest}")
+        return replace(rates, source=self.agreement.agree("make_plan", {}, {"source": said})[0]["source"])
 
 
 def measured(
@@ -275,47 +275,13 @@ def measured(
     """
     known, key = transport.health.measured, tuple(nodes)
     if key not in known:
-        probe = Probe(transport, exchange, nodes, device, message=4 << 20, repeats=3, patience=PATIENCE)
-        if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
-            probe.clock = time.thread_time
         counts = transport.sent, transport.received
         try:
-            known[key] = QuickProbe(probe, agreement).rates(usual)
+            known[key] = QuickProbe(agreement, transport, exchange, nodes, device).rates(usual)
         finally:  # the counts are those of calls, to which a measurement does not belong, even if it fails
             transport.sent, transport.received = counts
     result: tuple[Rates, bool] = known[key]
     return result
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The file in which rank 0 keeps what a group's first plan measured; ``name``: of the kind of group."""
-
-    agreement: Agreement
-    name: str
-
-    def read(self) -> Rates | None:
-        """Return the rates that rank 0 kept, on every rank; None without a file that can be read."""
-        found = None
-        if self.agreement.transport.rank == 0:
-            with self.agreement.entering("make_plan"), contextlib.suppress(ValueError, RuntimeError):  # no home folder
-                found = read_rates(measured_file(self.name)).as_dict(most=MOST_SOURCE)
-        found = self.agreement.agree("make_plan", {}, {"kept": found})[0]["kept"]
-        return None if found is None else Rates.from_dict(found)
-
-    def write(self, rates: Rates, rest: str) -> Rates:
-        """Keep the rates; return them with a source that says where, or why not. ``rest``: the source of the rest."""
-        said = ""
-        if self.agreement.transport.rank == 0:
-            with self.agreement.entering("make_plan"):
-                try:
-                    path = measured_file(self.name)
-                    said = _plain(f"{rates.source}, kept in {path}; the rest: {rest}")
-                    write_rates(replace(rates, source=said), path)
-                except (OSError, ValueError, RuntimeError) as error:
-                    said = _plain(f"{rates.source}, not kept ({error}); the rest: {rest}")
-        said = self.agreement.agree("make_plan", {}, {"source": said})[0]["source"]
-        return replace(rates, source=said)
 
 
 def _plain(text: str) -> str:

@@ -116,10 +116,7 @@ def _price(one: Prediction) -> tuple[float, float, float]:
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
-    """Return each candidate's worst-case slowdown against the fastest at the same link speed.
-
-    If the fastest takes no time (no tokens, no overheads), return seconds.
-    """
+    """Return each candidate's worst slowdown against the fastest at the same link speed; seconds if that takes none."""
     seconds = np.array([[one.seconds for one in each] for each in found])
     shortest = seconds.min(1, keepdims=True)
     worst: list[float] = (seconds / np.where(shortest, shortest, 1.0)).max(0).tolist()
@@ -184,10 +181,7 @@ def predict(
 def _simulate(
     found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes], share: Share | None
 ) -> None:
-    """Simulate candidates in this order until no other can win.
-
-    With ``share``, each rank first does so with every W-th candidate. It then takes what others have simulated.
-    """
+    """Simulate candidates in this order until no other can win; with ``share``, each rank first every W-th one."""
     known: dict[int, Passes] = {}
 
     def every(rank: int, world: int) -> list[tuple[int, list[list[dict[str, Any]]]]]:
@@ -203,10 +197,7 @@ def _simulate(
 def _until_none_wins(
     found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes]
 ) -> list[int]:
-    """Fill in passes of candidates in this order until the bounds of all others show that they can't win.
-
-    Return these candidates.
-    """
+    """Fill in passes of candidates in this order until bounds show that no other can win. Return these candidates."""
     prices, left, ran = [_price(one) for one in found[0]], [*order], list[int]()
     while True:
         worst, price = _regrets(found), prices[least_regret(found)]
@@ -228,9 +219,7 @@ def _put(found: Sequence[list[Prediction]], n: int, passes: Passes) -> None:
 def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | None = None) -> Iterator[Groups]:
     """Yield the ways to split heads that a strategy leaves open, the fewest groups first.
 
-    ``keys``: the layout of the keys, if it is not that of the queries.
-
-    Raise ValueError if these heads can't be split into as many groups as the strategy asks for.
+    ``keys``: their layout, if it is not that of the queries. Raise ValueError if the heads can't be split as asked.
     """
     q_heads, kv_heads, world = shape.q_heads, shape.kv_heads, layout.world
     if strategy.gather_kv is True:
@@ -243,28 +232,16 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | Non
     for count in counts:
         groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
         # Ranks of a sequence group without tokens would have nothing to cache, and others would.
-        nothing = count == 1 or _some_slice_is_empty(layout, count)
+        nothing = count == 1 or not np.add.reduceat(layout.lengths, range(0, world, count)).all()
         keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
             whole = kept and count == world
             yield from chunkings(layout, replace(groups, keep=kept, results=whole), strategy.chunks)
-        if count == 1 < world and _few_keys(shape, layout, keys or layout) and _may_gather(strategy):
+        may_gather = strategy.gather_kv == "auto" and strategy.circulate in ("auto", "key-value")
+        # All keys and values must take at most the memory of a rank's queries and results.
+        few_keys = kv_heads * sum((keys or layout).lengths) * world <= q_heads * sum(layout.lengths)
+        if count == 1 < world and may_gather and few_keys:
             yield Groups(gather=True)
-
-
-def _few_keys(shape: Shape, queries: Layout, keys: Layout) -> bool:
-    """Return whether the keys and values of all ranks take at most the memory of a rank's queries and results."""
-    return shape.kv_heads * sum(keys.lengths) * queries.world <= shape.q_heads * sum(queries.lengths)
-
-
-def _may_gather(strategy: Strategy) -> bool:
-    """Return whether the strategy leaves open that keys and values are gathered."""
-    return strategy.gather_kv == "auto" and strategy.circulate in ("auto", "key-value")
-
-
-def _some_slice_is_empty(layout: Layout, count: int) -> bool:
-    """Return whether some group of ``count`` neighbours has no token."""
-    return bool((np.add.reduceat(layout.lengths, range(0, layout.world, count)) == 0).any())
 
 
 def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[Groups]:
@@ -292,10 +269,9 @@ def candidates(
     partial_bytes: int,
     grad: bool = True,
 ) -> list[Candidate]:
-    """List the candidates that a strategy leaves open, simplest first.
+    """List the candidates that a strategy leaves open, simplest first; ``given``: the allowed splits of heads.
 
-    ``given``: the allowed splits of heads. ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes`,
-    which takes ``partial_bytes`` and ``grad``, is a candidate.
+    ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
     """
     found, known = [], [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
     for groups in given:

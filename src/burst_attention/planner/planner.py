@@ -79,21 +79,12 @@ class Planner:
     )
 
     @property
-    def forwards(self) -> int:
-        """How often a call's forward runs in a step: twice if the backward recomputes its layer."""
-        return 2 if self.remat == "layer" and self.grad else 1
-
-    @property
     def times(self) -> tuple[int, int]:
-        """How often a call's forward and its backward run in a step."""
-        return self.forwards, int(self.grad)
-
-    def wire(self, world: int) -> Wire:
-        """Return the ports of ``world`` ranks."""
-        return Wire(self.rates, node_numbers(self.nodes, world))
+        """How often a call's forward and its backward run in a step; a recomputed layer's forward runs twice."""
+        return 1 + (self.remat == "layer" and self.grad), int(self.grad)
 
     def wires(self, world: int) -> list[Wire]:
-        """Return the same ports, and also slower ones if the rates are guesses."""
+        """Return the ports of ``world`` ranks; if the rates are guesses, also slower ones."""
         at = node_numbers(self.nodes, world)
         return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
 
@@ -292,12 +283,12 @@ class Planner:
 
     def simulations(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassSimulation]:
         """Return the simulations of a forward and a backward over direct routes."""
-        wire = self.wire(schedule.layout.world)
+        wire, *_ = self.wires(schedule.layout.world)
         return simulations(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
 
-    def predictions(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> list[Prediction]:
-        """Predict all candidates, the simplest first; ``given``: the allowed splits of heads."""
-        return self.predict_for_links(schedule, shape, given)[0]
+    def predictions(self, schedule: Schedule, shape: Shape) -> list[Prediction]:
+        """Predict all candidates, the simplest first."""
+        return self.predict_for_links(schedule, shape)[0]
 
     def predict_for_links(
         self,
@@ -308,7 +299,7 @@ class Planner:
         alike: bool = True,
         share: Share | None = None,
     ) -> list[list[Prediction]]:
-        """Predict as :meth:`predictions` does; if rates are guesses, also for slower links.
+        """Predict as :meth:`predictions` does, for each of :meth:`wires`; ``given``: the allowed splits of heads.
 
         ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
         ranks call this together, and divide the simulations among them.

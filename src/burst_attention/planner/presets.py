@@ -39,71 +39,45 @@ _HOPPER = Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=
 _BLACKWELL = Speed(forward=1.6e15, backward=1.2e15), Speed(forward=6e13, backward=5e13)
 
 
-def _gpu(source: str, latency: float, link: float, speeds: tuple[Speed, Speed], fold: float) -> Node:
-    """Return a GPU node with the usual times of launches and messages.
+def _gpu(
+    device: str, wire: str, paper: str, latency: float, link: float, speeds: tuple[Speed, Speed], fold: float
+) -> Node:
+    """Return a GPU node; ``link``: the data sheet's bytes per second, of which it gets 0.8, as NCCL's tests reach.
 
-    ``link``: the data sheet's bytes per second; the node gets 0.8 of it, as NCCL's own tests reach. ``fold``: a third
-    of the memory's bandwidth, because a fold reads the sum and a part, and writes the sum.
+    ``fold``: a third of the memory's bandwidth, because a fold reads the sum and a part, and writes the sum.
     """
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
-    return Node(
-        source=f"{source}; estimated",
-        link=Link(latency=latency, bytes_per_second=0.8 * link),
-        half=speeds[0],
-        single=speeds[1],
-        double=Speed(forward=1e13, backward=8e12),
-        overhead=Overhead(fold=fold, **times),
-    )
+    source = f"{device}: NVIDIA's data sheet ({wire} each way), arXiv {paper}; estimated"
+    ports, double = Link(latency=latency, bytes_per_second=0.8 * link), Speed(forward=1e13, backward=8e12)
+    return Node(source, ports, *speeds, double, Overhead(fold=fold, **times))
 
-
-_CPU_MEASURED = "measured by burst calibrate: a thread for each rank of an x86 CPU (avx512_bf16), torch 2.13, gloo"
 
 NODES: Mapping[str, Node] = {
     "cpu": Node(
-        source=_CPU_MEASURED,
-        link=Link(latency=2e-4, bytes_per_second=1e9),
-        half=Speed(forward=9e10, backward=1.35e11),
-        single=Speed(forward=9.4e10, backward=8.8e10),
-        double=Speed(forward=4.5e10, backward=3.8e10),
-        overhead=Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3),
+        "measured by burst calibrate: a thread for each rank of an x86 CPU (avx512_bf16), torch 2.13, gloo",
+        Link(latency=2e-4, bytes_per_second=1e9),
+        Speed(forward=9e10, backward=1.35e11),
+        Speed(forward=9.4e10, backward=8.8e10),
+        Speed(forward=4.5e10, backward=3.8e10),
+        Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3),
     ),
-    "a100-pcie": _gpu(
-        "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",
-        2e-5,
-        3.2e10,
-        _A100,
-        6e11,
-    ),
-    "a100-nvlink": _gpu(
-        "A100 80G SXM: NVIDIA's data sheet (NVLink 3, 300 GB/s each way), arXiv 2307.08691", 1.5e-5, 3e11, _A100, 6e11
-    ),
-    "h100-hgx": _gpu(
-        "H100 HGX: NVIDIA's data sheet (NVLink 4, 450 GB/s each way), arXiv 2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.1e12
-    ),
-    "h200-hgx": _gpu(
-        "H200 HGX: NVIDIA's data sheet (NVLink 4, 450 GB/s each way), arXiv 2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.6e12
-    ),
-    "b200-hgx": _gpu(
-        "B200 HGX: NVIDIA's data sheet (NVLink 5, 900 GB/s each way), arXiv 2603.05451",
-        1.5e-5,
-        9e11,
-        _BLACKWELL,
-        2.6e12,
-    ),
+    "a100-pcie": _gpu("A100 80G PCIe", "PCIe 4.0 x16, 32 GB/s", "2307.08691", 2e-5, 3.2e10, _A100, 6e11),
+    "a100-nvlink": _gpu("A100 80G SXM", "NVLink 3, 300 GB/s", "2307.08691", 1.5e-5, 3e11, _A100, 6e11),
+    "h100-hgx": _gpu("H100 HGX", "NVLink 4, 450 GB/s", "2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.1e12),
+    "h200-hgx": _gpu("H200 HGX", "NVLink 4, 450 GB/s", "2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.6e12),
+    "b200-hgx": _gpu("B200 HGX", "NVLink 5, 900 GB/s", "2603.05451", 1.5e-5, 9e11, _BLACKWELL, 2.6e12),
 }
 
+_SAYS = "a port for each {}, nine tenths of it; estimated"
 NETWORKS: Mapping[str, Network] = {
     "infiniband-400g": Network(
-        source="400 Gbit/s InfiniBand, a port for each GPU, nine tenths of it; estimated",
-        link=Link(latency=2.5e-5, bytes_per_second=4.5e10),
+        f"400 Gbit/s InfiniBand, {_SAYS.format('GPU')}", Link(latency=2.5e-5, bytes_per_second=4.5e10)
     ),
     "ethernet-100g": Network(
-        source="100 Gbit/s Ethernet, a port for each node, nine tenths of it; estimated",
-        link=Link(latency=6e-5, bytes_per_second=1.12e10, shared=True),
+        f"100 Gbit/s Ethernet, {_SAYS.format('node')}", Link(latency=6e-5, bytes_per_second=1.12e10, shared=True)
     ),
     "ethernet-25g": Network(
-        source="25 Gbit/s Ethernet, a port for each node, nine tenths of it; estimated",
-        link=Link(latency=8e-5, bytes_per_second=2.8e9, shared=True),
+        f"25 Gbit/s Ethernet, {_SAYS.format('node')}", Link(latency=8e-5, bytes_per_second=2.8e9, shared=True)
     ),
 }
 
@@ -117,16 +91,10 @@ def preset(name: str) -> Rates:
             f"rates={name!r} is no preset; choose one of {', '.join(NODES)}, with +{', +'.join(NETWORKS)} after it for "
             "the network between nodes; or pass a file of rates, or Rates"
         )
-    a, b = NODES[node], NETWORKS[network]
+    own, between = NODES[node]._asdict(), NETWORKS[network]
+    source, inside = (own.pop(each) for each in ("source", "link"))
     return Rates(
-        name=f"{node}+{network}",
-        source=f"{a.source}; {b.source}",
-        inside=a.link,
-        across=b.link,
-        half=a.half,
-        single=a.single,
-        double=a.double,
-        overhead=a.overhead,
+        name=f"{node}+{network}", source=f"{source}; {between.source}", inside=inside, across=between.link, **own
     )
 
 

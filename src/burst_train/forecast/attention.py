@@ -155,7 +155,7 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
 def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
     """Simulate a forward and a backward step by step, as :meth:`Schedule.timed` does."""
     schedule, passes = setting.schedule(way), []
-    wire = setting.planner.wire(setting.world)
+    wire, *_ = setting.planner.wires(setting.world)
     for one in setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups):
         if schedule.route.direct:
             steps = one.traffic.cells(one.direction, one.groups, one.inner)
