@@ -113,7 +113,7 @@ def test_waits_for_shared_cores_are_not_called_exchange() -> None:
     for each, one in zip(
         planned.simulations(shape(), "query", WHOLE), planned.timed(shape(), "query", WHOLE), strict=True
     ):
-        on_the_wire = each.wire.least(each.messages())
+        on_the_wire = each.wire.least(each.messages(each.steps()))
         assert one.exposed <= 1.01 * on_the_wire and one.seconds > 4 * on_the_wire
 
 
@@ -376,10 +376,10 @@ def test_of_several_chunks_an_exchange_waits_for_the_visits_three_before() -> No
     planned = schedule(link(100), known=shape(), layout="zigzag-by-halves")
     groups = Groups(4, 4, keep=True, chunks=4, results=True)
     backward = planned.planner.simulations(planned.schedule, shape(), "query", groups)[1]
-    messages = backward.traffic.messages(shape(), Direction.BACKWARD, backward.inner, groups, backward._steps())
+    messages, work = backward.messages(backward.steps()), backward.work(backward.steps())
     chosen = backward.run().seconds
-    narrow = timed(messages, backward.work(), backward.wire, in_flight=2).seconds
-    assert chosen == timed(messages, backward.work(), backward.wire, in_flight=3).seconds < narrow
+    narrow = timed(messages, work, backward.wire, in_flight=2).seconds
+    assert chosen == timed(messages, work, backward.wire, in_flight=3).seconds < narrow
 
 
 def test_ranks_on_shared_cores_share_them() -> None:
@@ -624,7 +624,7 @@ def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -
             continue
         passes = planned.simulations(shape(), each.candidate.circulate, each.candidate.groups)
         for one, reported in zip(passes, (each.forward, each.backward), strict=True):
-            assert reported.seconds >= one.work().seconds.sum() / 2
+            assert reported.seconds >= one.work(one.steps()).seconds.sum() / 2
 
 
 def test_ranks_that_share_cores_fold_in_turns() -> None:

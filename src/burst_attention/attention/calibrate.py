@@ -163,7 +163,7 @@ class _Calibration(Probe):
         def computed(fold: float) -> float:
             with_fold = replace(rates, overhead=replace(rates.overhead, fold=fold))
             passes = simulations(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=with_fold))
-            return sum(float(each.work().seconds.sum(1).max()) for each in passes)
+            return sum(float(each.work(each.steps()).seconds.sum(1).max()) for each in passes)
 
         none = computed(math.inf)
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))

@@ -1,7 +1,7 @@
 """The planner: it chooses the open fields of a strategy by predicted time, the same way on all ranks.
 
 A choice depends only on values that all ranks share: lengths, the kind of mask, a call's heads and dtype, rank 0's
-rates, and nodes. Remembering choices does not change them.
+rates, and nodes.
 """
 
 from __future__ import annotations

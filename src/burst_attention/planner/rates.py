@@ -11,9 +11,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-FILE = "rates.toml"
-MEASURED = "measured"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -153,17 +150,13 @@ def _part(kind: Any, values: Any, name: str) -> Any:
 
 def user_file() -> Path:
     """Return the file that ``burst calibrate`` writes and that plans read."""
-    return _user_folder() / FILE
+    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".config") / "burst-attention" / "rates.toml"
 
 
 def measured_file(name: str) -> Path:
     """Return the file in which :func:`~burst_attention.make_plan` keeps what it measured for groups of this name."""
-    return _user_folder() / MEASURED / f"{name}.toml"
-
-
-def _user_folder() -> Path:
-    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".config") / "burst-attention"
+    return user_file().with_name("measured") / f"{name}.toml"
 
 
 def read_rates(path: Path | str) -> Rates:

@@ -17,7 +17,7 @@ from ..plan.assignment import CIRCULATIONS, Assignment
 from ..plan.cost import Shape
 from ..plan.groups import IN_FLIGHT, Groups
 from ..plan.rows import Direction, Side
-from .rates import Link, Rates
+from .rates import Rates
 from .traffic import PARTIAL, RELAYED, Messages, Steps, TrafficModel
 
 RUNS = 1.5  # mean runs of positions per segment of a shard while a sequence group's buffer is incomplete
@@ -42,13 +42,9 @@ class Wire:
     @cached_property
     def ports(self) -> np.ndarray:
         """Port by which each rank sends inside of its node, and across nodes, int64 [2, W]."""
-        world = len(self.nodes)
-        ranks = np.arange(world)
-        return np.stack([n * world + (self.nodes if link.shared else ranks) for n, link in enumerate(self._links)])
-
-    @property
-    def _links(self) -> tuple[Link, Link]:
-        return self.rates.inside, self.rates.across
+        world, links = len(self.nodes), (self.rates.inside, self.rates.across)
+        each = [self.nodes if link.shared else np.arange(world) for link in links]
+        return np.stack([n * world + ports for n, ports in enumerate(each)])
 
     def across(self, messages: Messages) -> np.ndarray:
         """Return 1 for messages between two nodes and 0 for others, int64 [N]."""
@@ -56,8 +52,8 @@ class Wire:
 
     def seconds(self, messages: Messages) -> tuple[np.ndarray, ...]:
         """Return each message's sending port, receiving port, and seconds on either of them."""
-        kind = self.across(messages)
-        latency, rate = (np.array([getattr(x, name) for x in self._links]) for name in ("latency", "bytes_per_second"))
+        kind, links = self.across(messages), (self.rates.inside, self.rates.across)
+        latency, rate = (np.array([getattr(x, name) for x in links]) for name in ("latency", "bytes_per_second"))
         took = latency[kind] + messages.size / rate[kind]
         return self.ports[kind, messages.source], self.ports[kind, messages.target], took
 
@@ -121,10 +117,7 @@ def _launches(
     *,
     fetched_before: bool,
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
-    """Estimate launches, visits, and folded rows by side, each [G, R, T].
-
-    At each step new queries meet all held keys, and old queries meet new keys.
-    """
+    """Estimate launches, visits, and folded rows by side, [G, R, T]. New queries meet all keys, old ones new keys."""
     pairs = traffic.pairs
     if groups.gather:
         return _of_gathered(traffic, by_step)
@@ -167,10 +160,10 @@ def _of_gathered(
 def _of_chunks(
     traffic: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
-    """Estimate :func:`_launches` if shards are sent in chunks, so that a sequence group's chunks join into stretches.
+    """Estimate :func:`_launches` if a sequence group's chunks join into stretches.
 
-    A stretch that meets itself is one tile. All other cells between two sequence groups are one tile per stretch of
-    queries, or per stretch of keys if those are fewer.
+    A stretch that meets itself is one tile. Other cells between two groups are one tile per stretch of queries, or of
+    keys if those are fewer.
     """
     pairs = traffic.pairs
     query, key = (traffic.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
@@ -201,9 +194,8 @@ def _of_chunks(
 
 def _first(codes: np.ndarray) -> np.ndarray:
     """Return 1 where a value occurs for the first time, else 0."""
-    _, first = np.unique(codes, return_index=True)
     found = np.zeros(codes.shape)
-    found.flat[first] = 1
+    found.flat[np.unique(codes, return_index=True)[1]] = 1
     return found
 
 
@@ -295,10 +287,9 @@ def _run(
 
 
 def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
-    """Return the time at which each rank finishes the computation of one step that it begins at ``begin``.
+    """Return when each rank ends a step that it begins at ``begin``, if ``at_once`` ranks can run at full speed.
 
-    Ranks share the cores equally, and ``at_once`` of them can run at full speed. 0: ranks don't share cores. The caller
-    accounts for ranks that are already at their next step.
+    The caller accounts for ranks that are already at their next step.
     """
     if not 0 < at_once < len(begin):
         return begin + seconds
@@ -334,10 +325,8 @@ def _exchange(
     begin = np.maximum.reduce([posted[source], posted[target], free[0, out], free[1, into]])
     end = begin + np.maximum(busy[0][out], busy[1][into])
     arrived = np.zeros(len(posted))
-    for ranks in (source, target):
-        np.maximum.at(arrived, ranks, end)
-    for n, port in enumerate((out, into)):
-        np.maximum.at(free[n], port, end)
+    for latest, at in ((arrived, source), (arrived, target), (free[0], out), (free[1], into)):
+        np.maximum.at(latest, at, end)
     return arrived
 
 
@@ -384,26 +373,23 @@ class PassSimulation:
         """Simulate the pass; ``messages``: those of another route."""
         return self.run_on([self.wire], messages)[0]
 
-    def work(self, steps: Steps | None = None) -> Computing:
-        """Return what each rank computes; ``steps``: when, if the caller already knows it."""
-        steps = self._steps() if steps is None else steps
+    def steps(self) -> Steps:
+        """Return when pairs are computed."""
+        return self.traffic.cells(self.direction, self.groups, self.inner)
+
+    def work(self, steps: Steps) -> Computing:
+        """Return what each rank computes."""
         return computing(self.traffic, self.shape, self.direction, steps, self.groups, self.wire.rates)
 
-    def messages(self, steps: Steps | None = None) -> Messages:
-        """Return all messages; ``steps``: when pairs are computed, if the caller already knows it."""
-        steps = self._steps() if steps is None else steps
+    def messages(self, steps: Steps) -> Messages:
+        """Return all messages."""
         return self.traffic.messages(self.shape, self.direction, self.inner, self.groups, steps)
 
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
         """Simulate the pass on each of several wires that differ only in their links."""
-        steps = self._steps()
-        messages = self.messages(steps) if messages is None else messages
-        work = self.work(steps)
-        most = self.groups.in_flight
+        steps, most = self.steps(), self.groups.in_flight
+        messages, work = self.messages(steps) if messages is None else messages, self.work(steps)
         return [timed(messages, work, wire, calls=self.calls, in_flight=most) for wire in wires]
-
-    def _steps(self) -> Steps:
-        return self.traffic.cells(self.direction, self.groups, self.inner)
 
 
 def simulations(

@@ -158,8 +158,7 @@ def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
     wire, *_ = setting.planner.wires(setting.world)
     for one in setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups):
         if schedule.route.direct:
-            steps = one.traffic.cells(one.direction, one.groups, one.inner)
-            sent = one.traffic.messages(one.shape, one.direction, one.inner, one.groups, steps)
+            sent = one.messages(one.steps())
         else:
             sent = edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
         kind = wire.across(sent)

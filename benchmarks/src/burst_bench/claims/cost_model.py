@@ -2,7 +2,7 @@
 
 Before each link rate a cluster is calibrated as by ``burst calibrate``, which times none of the configurations below.
 All candidates of a call are then timed in turns. The program prints the median and the worst error of predicted times.
-It also prints how often the planner's choice takes at most a tenth longer than the fastest candidate.
+It also prints how often what the planner picks takes at most a tenth longer than the fastest candidate.
 
     burst bench cost-model [--rounds 3] [--json FILE]
 """
@@ -21,6 +21,7 @@ import torch
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
 from burst_attention.cli.tables import console_of_tables, print_table
+from burst_attention.plan.cost import Shape
 from burst_attention.plan.schedule import Schedule
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
@@ -58,10 +59,15 @@ class CallSetting:
     kv_heads: int
     seq_len: int
 
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the call."""
+        return shape_of(torch.bfloat16, batch=1, q_heads=HEADS, kv_heads=self.kv_heads, head_dim=DIM)
+
     def planned(self, rates: Rates, layout: str) -> tuple[Planner, Schedule]:
         """Return a planner and rank 0's schedule; what circulates and the Ulysses degree stay open."""
         nodes, ranks = parse_cluster(self.cluster)
-        planner = Planner(rates, tuple(node for node in range(nodes) for _ in range(ranks)))
+        planner = Planner(rates, tuple(node for node in range(nodes) for _ in range(ranks)), self.shape)
         strategy, mask = Strategy(layout=layout, route="direct"), MASKS[self.mask](self.seq_len)
         return planner, planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=0, world=nodes * ranks)
 
@@ -74,16 +80,19 @@ class Choice:
     candidate: Candidate
 
 
-def ways(setting: CallSetting, rates: Rates) -> dict[Choice, float]:
-    """Return predicted seconds of the best candidates of each layout and Ulysses degree.
+def picked(setting: CallSetting, rates: Rates) -> tuple[Choice, float]:
+    """Return what the planner picks, and its predicted seconds."""
+    planner, schedule = setting.planned(rates, "auto")
+    pick = planner.choose_call(schedule, setting.shape)
+    return Choice(schedule.layout.name, pick.candidate), pick.seconds
 
-    The planner's choice is the first of the fastest.
-    """
-    sizes = {"q_heads": HEADS, "kv_heads": setting.kv_heads, "head_dim": DIM}
-    shape, found = shape_of(torch.bfloat16, batch=1, **sizes), dict[Choice, float]()
+
+def ways(setting: CallSetting, rates: Rates) -> dict[Choice, float]:
+    """Return predicted seconds of what the planner picks, and of the fastest of each layout and Ulysses degree."""
+    found = dict([picked(setting, rates)])
     for layout in ("zigzag", "contiguous"):
         planner, schedule = setting.planned(rates, layout)
-        predictions = planner.predictions(schedule, shape)
+        predictions = planner.predictions(schedule, setting.shape)
         run = sorted((each for each in predictions if each.forward), key=lambda each: each.seconds)
         first_of_each = {each.candidate.groups.query: each for each in reversed(run)}
         found |= {Choice(layout, each.candidate): each.seconds for each in first_of_each.values()}
@@ -131,11 +140,11 @@ def measured(a: CostModelArguments, cluster: str) -> Iterator[dict[str, Any]]:
             rates = limited(calibrated(pool), parse_rate(link))  # again, because other programs change the speed
             network.set_rate(parse_rate(link))
             for setting in settings(a, cluster, link):
-                predicted = ways(setting, rates)
+                predicted, (pick, _) = ways(setting, rates), picked(setting, rates)
                 took = take_turns([partial(slowest, pool, setting, way) for way in predicted], a.rounds)
                 for (way, seconds), rounds in zip(predicted.items(), took, strict=True):
-                    result = {"layout": way.layout, "way": str(way.candidate), "predicted": seconds, "seconds": rounds}
-                    yield {**vars(setting), **result}
+                    result = {"layout": way.layout, "way": str(way.candidate), "picked": way == pick}
+                    yield {**vars(setting), **result, "predicted": seconds, "seconds": rounds}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -146,7 +155,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         calls.setdefault(tuple(row[name] for name in ("cluster", "link", "mask", "kv_heads")), []).append(row)
     right = 0
     for of_call in calls.values():
-        chosen = min(of_call, key=lambda row: row["predicted"])
+        (chosen,) = (row for row in of_call if row["picked"])
         right += min(chosen["seconds"]) <= 1.1 * min(min(row["seconds"]) for row in of_call)
     return {
         "configurations": len(rows),
