@@ -140,6 +140,9 @@ class ParallelConfig:
     """Local workers to launch. Default: one per GPU, or one per core without GPUs."""
     data_parallel: Count = 1
     """Number of data-parallel groups. Each group reads different sequences; its ranks share each sequence."""
+    tensor_parallel: Count = 1
+    """Ranks that share the same tokens and cut the layers' weights, heads and vocabulary (Megatron-LM). Consecutive
+    ranks do, so those of one node. The rest share sequences by --strategy, and weights by FSDP2."""
     packing: PackingName = "sequence"
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
     balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
@@ -156,6 +159,10 @@ class ParallelConfig:
     The model's operations are 6 per token and parameter of linear layers (head included, embedding excluded), and
     12 x head_dim per layer, head and unmasked (query, key) pair. Default: a known GPU's bf16 rate from its data
     sheet; else no MFU."""
+
+    def sharing(self, world: int) -> int:
+        """Return how many of ``world`` ranks share a sequence by its tokens."""
+        return world // (self.data_parallel * self.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,7 @@ class TrainConfig:
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.strategy, self.parallel.device)
         self._check_lora()
+        self._check_tensor()
 
     def check_packages(self) -> None:
         """Raise ValueError naming the first flag whose package is not installed."""
@@ -292,6 +300,20 @@ class TrainConfig:
         rule = f"is not for --strategy {strategy}; leave --strategy out"
         require(lora is None or strategy not in TENSOR, "lora", lora, rule)
 
+    def _check_tensor(self) -> None:
+        ranks, memory, strategy = self.parallel.tensor_parallel, self.memory, self.parallel.strategy
+        for name, asked, default in (
+            ("lora", self.model.lora, None),
+            ("attention_chunks", memory.attention_chunks, 1),
+            ("optimizer_offload", memory.optimizer_offload, False),
+            ("optimizer", memory.optimizer, "adamw"),
+            ("compile", memory.compile, False),
+        ):
+            rule = f"can't be combined with {flag(name)}; leave one of them out"
+            require(ranks == 1 or asked == default, "tensor_parallel", ranks, rule)
+        rule = f"can't be combined with --strategy {strategy}; use a strategy of burst attention, such as auto"
+        require(ranks == 1 or strategy not in FOREIGN, "tensor_parallel", ranks, rule)
+
     def _check_global_batch(self) -> None:
         asked, accumulate = self.optim.global_batch, self.optim.accumulate
         at_once = self.parallel.data_parallel * self.optim.batch
@@ -305,11 +327,14 @@ class TrainConfig:
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this configuration."""
-        groups = self.parallel.data_parallel
+        groups, cut = self.parallel.data_parallel, self.parallel.tensor_parallel
         require(world % groups == 0, "data_parallel", groups, f"must divide the number of ranks, {world}")
-        short = f"is shorter than the {world // groups} ranks that share a sequence, and every rank needs a token;"
+        rule = f"must divide the {world // groups} ranks of a data-parallel group"
+        require(world // groups % cut == 0, "tensor_parallel", cut, rule)
+        sharing = self.parallel.sharing(world)
+        short = f"is shorter than the {sharing} ranks that share a sequence, and every rank needs a token;"
         short += " raise --seq-len or lower --ranks"
-        require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
+        require(self.data.seq_len >= sharing, "seq_len", self.data.seq_len, short)
 
 
 def check_strategy(name: str, option: str) -> None:

@@ -16,15 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-DATA, CONTEXT = "data", "context"
+DATA, CONTEXT, TENSOR = "data", "context", "tp"
 
 
-def make_mesh(device_type: str, *, data_parallel: int = 1) -> DeviceMesh:
-    """Make the (``data``, ``context``) mesh of all ranks; consecutive ranks share a sequence. Every rank calls it."""
-    world = dist.get_world_size()
-    if data_parallel < 1 or world % data_parallel:
-        raise ValueError(f"data_parallel={data_parallel} must divide the number of ranks, {world}")
-    return init_device_mesh(device_type, (data_parallel, world // data_parallel), mesh_dim_names=(DATA, CONTEXT))
+def make_mesh(device_type: str, *, data_parallel: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
+    """Make the (``data``, ``context``) mesh of all ranks; consecutive ranks share a sequence. Every rank calls it.
+
+    With ``tensor_parallel`` above 1 it has a third axis, ``tp``, of consecutive ranks, which share their tokens.
+    """
+    world, share = dist.get_world_size(), data_parallel * tensor_parallel
+    if data_parallel < 1 or tensor_parallel < 1 or world % share:
+        asked = f"data_parallel={data_parallel}" + f" x tensor_parallel={tensor_parallel}" * (tensor_parallel > 1)
+        raise ValueError(f"{asked} must divide the number of ranks, {world}")
+    sizes = {DATA: data_parallel, CONTEXT: world // share, TENSOR: tensor_parallel}
+    if tensor_parallel == 1:
+        del sizes[TENSOR]
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def cores() -> int:
@@ -51,7 +58,7 @@ class RankContext:
     """One rank of a job."""
 
     device: torch.device
-    mesh: DeviceMesh  # (data, context), over all ranks
+    mesh: DeviceMesh  # (data, context) or (data, context, tp), over all ranks
     everyone: DeviceMesh  # 1-D, over the same ranks
 
     @property
@@ -71,6 +78,16 @@ class RankContext:
     def context_mesh(self) -> DeviceMesh:
         """The mesh of the ranks that share this rank's sequences."""
         return self.mesh[CONTEXT]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The mesh of the ranks that share this rank's tokens by tensor parallelism; None without it."""
+        return self.mesh[TENSOR] if TENSOR in (self.mesh.mesh_dim_names or ()) else None
+
+    @property
+    def is_first_of_tensor(self) -> bool:
+        """Whether this rank counts for those that share its tokens."""
+        return self.tensor_mesh is None or self.tensor_mesh.get_local_rank() == 0
 
     def sum_over_groups(self, value: float) -> float:
         """Sum one value per data-parallel group, in fp64. All ranks get the same result."""
@@ -102,7 +119,7 @@ class RankContext:
 
 
 @contextmanager
-def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[RankContext]:
+def join(*, device: str, timeout: float, data_parallel: int = 1, tensor_parallel: int = 1) -> Iterator[RankContext]:
     """Join the job of torchrun's environment, or use the existing process group; yield this rank's context.
 
     ``device``: ``auto`` uses GPUs if there is one for each local rank. ``timeout``: of the group, in seconds.
@@ -121,7 +138,7 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
             device_id=own_device if device_type == "cuda" else None,
             **_meeting_again(os.environ),
         )
-    mesh = make_mesh(device_type, data_parallel=data_parallel)
+    mesh = make_mesh(device_type, data_parallel=data_parallel, tensor_parallel=tensor_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     yield RankContext(own_device, mesh, everyone)
     # Not in a finally block: after an error, destroying the group could block on ranks that still wait.

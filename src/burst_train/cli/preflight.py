@@ -42,19 +42,20 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     shared = choose(**config.how)
     loaded = _load(name, layout=getattr(shared, "strategy", Strategy()).layout)
     reader, tokenizer = open_sequences(config)
-    from ..step.model import model_config
+    from ..step.model import model_config, ranks_of_heads
 
     positions = None if loaded is None else getattr(loaded, "max_position_embeddings", None)
     model = model_config(
         name, tokenizer, data.seq_len, loaded=loaded, max_positions=config.model.max_positions, named=data.tokenizer
     )
-    sharing = world // parallel.data_parallel
+    sharing = parallel.sharing(world)
     lengths, read = {data.seq_len}, reader.training()
     next(read)
     if data.held_out:
         lengths |= _held_out_lengths(config, reader, max(LEAST_HELD_OUT, sharing))
+    heads = Heads.of(model).of_rank(ranks_of_heads(model, parallel.tensor_parallel))
     for length in lengths:
-        shared.check(Heads.of(model), length, sharing)
+        shared.check(heads, length, sharing)
     _check_weights(name)
     parts = predict_memory(config, model, world)
     if parts is not None and parallel.device != "cuda":
@@ -86,7 +87,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from ..forecast.models import FORMULA, Model
     from ..forecast.request import Cluster, ForecastRequest
 
-    if config.model.lora is not None or model.model_type not in FORMULA:
+    if config.model.lora is not None or model.model_type not in FORMULA or config.parallel.tensor_parallel > 1:
         return None
     (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)

@@ -39,6 +39,7 @@ class Screen:
             f"[bold]{escape(config.model.model)}[/], {parameters / 1e6:,.1f} M parameters in {config.model.dtype}, "
             f"on {parallel.ranks} {parallel.device} ranks x {torch.get_num_threads()} threads"
             + (f" in {parallel.data_parallel} groups" if parallel.data_parallel > 1 else "")
+            + (f", {parallel.tensor_parallel} to a tensor-parallel axis" if parallel.tensor_parallel > 1 else "")
         )
         self.console.print(
             f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
@@ -95,7 +96,7 @@ class Screen:
         """Print the summary table and the output folder."""
         if self._bar:
             self._bar.stop()
-        self.console.print(_table(summary, self.config.parallel.device))
+        self.console.print(_table(summary, self.config.parallel.device, cut=self.config.parallel.tensor_parallel > 1))
         if summary.skipped_files:
             count = summary.skipped_files
             self.console.print(f"{count} file{'s' * (count > 1)} skipped: not UTF-8 text")
@@ -115,7 +116,7 @@ MOST_RANKS = 4  # whose figures are listed
 COUNTED = {"cuda": "tensors on its GPU", "cpu": "whole process: tensors, PyTorch and Python"}
 
 
-def _table(summary: Summary, device: str) -> Table:
+def _table(summary: Summary, device: str, *, cut: bool = False) -> Table:
     table = Table(show_header=False)
     table.add_row("first loss", f"{summary.first_loss:.4f}")
     table.add_row("last loss", f"{summary.last_loss:.4f}")
@@ -136,7 +137,8 @@ def _table(summary: Summary, device: str) -> Table:
         table.add_row("MFU", f"{summary.mfu:.1%}")
     table.add_row("waits per step, per rank", _by_rank(summary.exchange_seconds, lambda seconds: f"{seconds:,.3f} s"))
     table.add_row("peak memory per rank", f"{_by_rank(summary.peak_memory, binary_text)}\n({COUNTED[device]})")
-    table.add_row("activations sent per step", _by_rank(summary.bytes_sent, binary_text))
+    what = "attention" if cut else "activations"  # sums over a tensor-parallel axis are not counted
+    table.add_row(f"{what} sent per step", _by_rank(summary.bytes_sent, binary_text))
     table.add_row("predicted for attention", _by_rank(summary.bytes_predicted, binary_text))
     return table
 

@@ -65,6 +65,10 @@ class Heads:
             options=("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS),
         )
 
+    def of_rank(self, ranks: int) -> Heads:
+        """Return the sizes that a rank's attention sees if ``ranks`` ranks cut the heads."""
+        return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
+
     def of_chunk(self, chunks: int) -> Heads:
         """Return the sizes of one of ``chunks`` chunks of heads.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_attention import Plan, make_plan
 from burst_attention.attention.batch import Plans, Reach
-from burst_attention.launch.join import RankContext, join, make_mesh
+from burst_attention.launch.join import DATA, RankContext, join, make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
 from ..parallel import SINGLE, Heads, choose
@@ -38,7 +38,7 @@ def token_losses(
 
     All ranks must exhaust it; groups of ranks share the sequences of ``plan.seqlen`` tokens each.
     """
-    groups = context.world // plan.world
+    groups = context.mesh[DATA].size()
     for start in range(0, len(sequences), groups):
         # Every group takes part in every round, because parameters are gathered from all ranks.
         index = min(start + context.group_index, len(sequences) - 1)

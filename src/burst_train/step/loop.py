@@ -34,7 +34,12 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     parallel, summary = config.parallel, None
     with (
         StopRequests(config.run.deadline).listening() as requests,
-        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context,
+        join(
+            device=parallel.device,
+            timeout=parallel.timeout,
+            data_parallel=parallel.data_parallel,
+            tensor_parallel=parallel.tensor_parallel,
+        ) as context,
         _folder(config, context, held=held) as folder,
     ):
         config.check_world(context.world)

@@ -22,9 +22,10 @@ from burst_attention.attention.batch import Plans
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.parts import check_random
 from burst_attention.integrations.hf.stub_forward import body_of
-from burst_attention.launch.join import CONTEXT
+from burst_attention.launch.join import CONTEXT, DATA
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
@@ -154,6 +155,16 @@ def _check_parts(config: PreTrainedConfig) -> None:
         raise ValueError("the configuration has no num_attention_heads; train it by hf.parallelize and a trainer")
 
 
+def ranks_of_heads(config: PreTrainedConfig, ranks: int) -> int:
+    """Return over how many of ``ranks`` tensor-parallel ranks a model's heads are cut; ValueError if it can't be."""
+    if ranks == 1:
+        return 1
+    try:
+        return tensor_axis.plan_of(build_empty(config), ranks)[1]
+    except ValueError as error:
+        raise ValueError(f"--tensor-parallel {ranks}: {error}") from error
+
+
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
     """Return the global batch for a strategy's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
     ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
@@ -192,7 +203,7 @@ class NextTokenModel(nn.Module):
         hidden = self.parallelism.hidden(self.model, shard, plans)
         plan = Plans.of(plans).one
         here = (plan.positions == plan.seqlen - 1).nonzero()
-        return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
+        return self._head().local().logits(hidden[:, here[0, 0]]) if len(here) else None
 
 
 def build_model(
@@ -206,11 +217,13 @@ def build_model(
     seed: int,
     memory: MemoryConfig | None = None,
     lora: int | None = None,
+    tensor: DeviceMesh | None = None,
 ) -> NextTokenModel:
     """Build the model and shard its parameters. Weights do not depend on the strategy or the number of ranks.
 
     Only rank 0 creates or loads the weights, and sends the others their shards. ``dtype``: of the computation; weights
-    and gradient sums are fp32, or fp64 if it is. ``mesh``: (data, context); ``everyone``: its ranks as one axis.
+    and gradient sums are fp32, or fp64 if it is. ``mesh``: (data, context, ...); ``everyone``: its ranks as one axis.
+    ``tensor``: the axis of ``mesh`` over which layers are cut.
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -237,6 +250,9 @@ def build_model(
     run_on_shards(model)
     wrapper = NextTokenModel(model.train(), parallelism)
     weights = dict(wrapper.state_dict()) if first else {}
+    if tensor is not None:
+        tensor_axis.cut(model, tensor, connect(resolve_group(tensor), None)[1])
+        everyone = mesh[DATA, CONTEXT]._flatten("shards")
     parallelism.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

@@ -11,6 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import tensor_axis
+
 from ..config import ScheduleName, TrainConfig
 
 # What is left of the way from lr to its minimum, by the share of the decay that is over.
@@ -59,6 +62,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:
     """Clip gradients to a global norm of ``largest`` (0: don't); return the norm before, if not finite unclipped."""
+    if any(tensor_axis.cut_of(module) for module in model.modules()):  # its weights are on several meshes
+        return hf.clip_grad_norm_(model.parameters(), largest or math.inf).item()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

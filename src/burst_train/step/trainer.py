@@ -31,7 +31,7 @@ from ..parallel import Heads, choose
 from ..parallel.body import windows_of
 from ..run.metrics import StepRecord, Summary
 from .evaluate import token_losses
-from .model import batch_of, build_model, model_config
+from .model import batch_of, build_model, model_config, ranks_of_heads
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 READ_AHEAD = 2  # steps
@@ -54,10 +54,11 @@ class Trainer(Run):
         self.windows = windows_of(self.model_config)
         self.parallelism = choose(**config.how)
         self.heads = Heads.of(self.model_config)
+        self.own_heads = self.heads.of_rank(ranks_of_heads(self.model_config, config.parallel.tensor_parallel))
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
         self.plan, self.plans = self._make_plans()
         self._everyone: Agreement | None = None  # of several groups; the ranks of one group compare by their plan
-        if config.parallel.data_parallel > 1:
+        if self.plan.world < context.world:
             _, self._everyone = connect(resolve_group(context.everyone), config.parallel.timeout)
         self.model = build_model(
             config.model.model,
@@ -69,6 +70,7 @@ class Trainer(Run):
             seed=config.run.seed,
             memory=config.memory,
             lora=config.model.lora,
+            tensor=context.tensor_mesh,
         )
         self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config)
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
@@ -236,7 +238,7 @@ class Trainer(Run):
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
         self._reshard()
-        return sum(self.context.collect(mine)) / tokens, tokens
+        return sum(self.context.collect(mine if self.context.is_first_of_tensor else 0.0)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect all ranks' figures."""
@@ -270,6 +272,8 @@ class Trainer(Run):
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
         """Raise DisagreementError if ranks read different tokens, in a group or in several."""
         record = {"digest of tokens and borders": digest_of(sequences)}
+        if self.context.tensor_mesh is not None:  # its ranks are in several groups, and must hold the same tokens
+            record["layout of the tokens"] = self.plan.schedule.layout.description
         (self._everyone or self.plan.agreement).agree("the sequences to train on", record)
 
     def plan_by(self, rates: Rates) -> None:
@@ -283,10 +287,12 @@ class Trainer(Run):
         return plan, PlanCache(plan, self.windows, causal=plan.mask.causal)
 
     def _make_plan(self, seqlen: int) -> Plan:
-        self.parallelism.check(self.heads, seqlen, self.context.context_mesh.size())
+        self.parallelism.check(self.own_heads, seqlen, self.context.context_mesh.size())
         group, timeout = self.context.context_mesh, self.config.parallel.timeout
+        # Groups that measured their links apart might choose other layouts, and ranks of one axis would mix tokens.
+        rates = "preset" if self.rates is None and self.context.tensor_mesh is not None else self.rates
         return self.parallelism.plan(
-            seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype, rates=self.rates
+            seqlen, group=group, timeout=timeout, heads=self.own_heads, dtype=self.dtype, rates=rates
         )
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
@@ -306,6 +312,6 @@ class Trainer(Run):
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
         layers = [plans[window] for window in self.windows]
         rows = self.config.micro_batch[0]
-        forward, backward = self.parallelism.sent(layers, self.heads, batch=rows, dtype=self.dtype)
+        forward, backward = self.parallelism.sent(layers, self.own_heads, batch=rows, dtype=self.dtype)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

@@ -153,16 +153,33 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         )
     agreement = connect(mesh.get_group(), None)[1]
     with agreement.entering("tensor_parallel"):
-        _check(model, mesh.size())
-        plan = _plan_of(model, mesh.size())
-        heads = _ranks_of_heads(model, plan, mesh.size())
+        plan, _ = plan_of(model, mesh.size())
+        if empty := next((name for name, x in model.named_parameters() if x.is_meta), None):
+            raise ValueError(f"{empty} has no values (it is on the meta device); pass a model with whole weights")
         fields = {"model": type(model).__name__, "plan": digest_of_text(plan), "weights": _digest(model)}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
     agreement.agree("tensor_parallel", fields, remedy=remedy)
+    cut(model, mesh, agreement)
+    return model
+
+
+def plan_of(model: Any, ranks: int) -> tuple[dict[str, str], int]:
+    """Return the style of each module and parameter by name, and over how many ranks the heads of attention are cut.
+
+    Raises:
+        TypeError, ValueError: the model can't be cut over so many ranks.
+    """
+    _check(model, ranks)
+    plan = _styles_of(model, ranks)
+    return plan, _ranks_of_heads(model, plan, ranks)
+
+
+def cut(model: Any, mesh: DeviceMesh, agreement: Agreement) -> None:
+    """Cut a model, whose weights this rank may not have yet; exchanges nothing."""
+    plan, heads = plan_of(model, mesh.size())
     if mesh.size() > 1:
         _apply(model, mesh, plan)
-        model._burst_cut = Cut(mesh, agreement, heads)  # type: ignore[assignment]
-    return model
+        model._burst_cut = Cut(mesh, agreement, heads)
 
 
 def cut_of(model: Any) -> Cut | None:
@@ -245,15 +262,14 @@ def _check(model: Any, ranks: int) -> None:
             f"use FSDP2, or a causal language model of {', '.join(COMPARED)}"
         )
     for name, x in model.named_parameters():
-        if isinstance(x, DTensor) or x.is_meta:
-            what = "is sharded already" if isinstance(x, DTensor) else "has no values (it is on the meta device)"
-            raise ValueError(f"{name} {what}; pass a model with whole weights, before fully_shard")
+        if isinstance(x, DTensor):
+            raise ValueError(f"{name} is sharded already; pass a model with whole weights, before fully_shard")
     rows = model.get_output_embeddings().weight.shape[0]
     if -(-rows // ranks) * (ranks - 1) >= rows:
         raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
 
 
-def _plan_of(model: Any, ranks: int) -> dict[str, str]:
+def _styles_of(model: Any, ranks: int) -> dict[str, str]:
     """Return the style of each module and parameter, by its name."""
     experts = dict(model.ep_plan or {})
     plan = _PLANS.get(model.config.model_type, model.tp_plan)

@@ -1,0 +1,89 @@
+"""``burst train --tensor-parallel``: the losses of a run without it, checkpoints of any mesh, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from burst_train.checkpoint.manifest import discard
+from burst_train.run.folder import list_checkpoints
+from burst_train.step.loop import train
+from tests.distributed.test_resume import changed, end_at
+from tests.support.hf_models import SMALL
+from tests.support.training import config_of, losses, norms, weights, write_corpus
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = SMALL | {"vocab_size": 259, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def apart(found, wanted):
+    return max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
+
+
+def test_losses_do_not_depend_on_the_mesh(pools, corpus, model, tmp_path):
+    common = {"model": model, "tokenizer": "bytes", "global_batch": 4, "dtype": "float64", "steps": 4}
+    meshes = {"one": (1, 1, 1), "tp": (2, 1, 2), "cp tp": (4, 1, 2), "dp tp": (4, 2, 2)}
+    for name, (world, groups, cut) in meshes.items():
+        own = {"data_parallel": groups, "tensor_parallel": cut, "remat": "layer" if name == "cp tp" else "none"}
+        pools(world).run(train, config_of(corpus, tmp_path / name, **common, **own))
+    summaries = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in meshes}
+    for name in meshes:
+        assert apart(losses(tmp_path / name), losses(tmp_path / "one")) <= 1e-7  # some norms are in fp32
+        assert apart(norms(tmp_path / name), norms(tmp_path / "one")) <= 1e-6
+        assert summaries[name]["held_out_loss"] == pytest.approx(summaries["one"]["held_out_loss"], rel=1e-7)
+        assert summaries[name]["held_out_tokens"] == summaries["one"]["held_out_tokens"]
+    found, wanted = weights(tmp_path / "cp tp"), weights(tmp_path / "one")
+    assert found.keys() == wanted.keys()
+    assert max((found[key] - wanted[key]).abs().max().item() for key in wanted) <= 1e-5  # AdamW's steps are 1e-3
+    AutoModelForCausalLM.from_pretrained(tmp_path / "cp tp" / "model")
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float64", 2.4e-7), ("float32", 1e-6)])
+def test_a_run_goes_on_over_another_mesh(pools, corpus, tmp_path, dtype, most):
+    first = {"data_parallel": 2, "global_batch": 2, "steps": STEPS, "dtype": dtype}
+    pools(4).run(train, config_of(corpus, tmp_path / "whole", **first))
+    lost = changed(config_of(corpus, tmp_path / "lost", **first), save_every="2")
+    end_at(pools(4), lost, 5)
+    discard(list_checkpoints(tmp_path / "lost")[0])
+    other = config_of(corpus, tmp_path / "lost", global_batch=2, steps=STEPS, dtype=dtype, tensor_parallel=2)
+    other = changed(other, resume="newest")
+    pools(4).run(train, other)
+    assert apart(losses(tmp_path / "lost"), losses(tmp_path / "whole")) <= most
+    saved = list_checkpoints(tmp_path / "lost")[0]  # of the end, over the other mesh
+    again = config_of(corpus, tmp_path / "again", **first | {"steps": STEPS + 2}, decay_steps=STEPS, resume=str(saved))
+    pools(4).run(train, again)
+    assert len(losses(tmp_path / "again")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tensor_parallel": 2, "strategy": "single"}, "--tensor-parallel 2 can't be combined with --strategy single"),
+        ({"tensor_parallel": 2, "attention_chunks": 2}, "can't be combined with --attention-chunks"),
+        ({"tensor_parallel": 2, "compile": True}, "can't be combined with --compile"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(corpus, tmp_path, changes, text):
+    with pytest.raises(ValueError, match=text):
+        config_of(corpus, tmp_path, **changes).check()
+
+
+def test_ranks_that_do_not_divide_are_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match="--tensor-parallel 3 must divide the 2 ranks of a data-parallel group"):
+        config_of(corpus, tmp_path, tensor_parallel=3, data_parallel=2).check_world(4)
