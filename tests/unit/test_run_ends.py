@@ -70,6 +70,7 @@ MAY_CHANGE = {
     "device": "cpu",
     "timeout": 3.0,
     "peak_tflops": 3.0,
+    "tensor_parallel": 2,
     "batch": 2,
     "accumulate": 2,
     "remat": "layer",
