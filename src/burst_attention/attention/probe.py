@@ -290,10 +290,7 @@ def _plain(text: str) -> str:
 
 
 def kept_name(usual: Rates, nodes: Sequence[int]) -> str:
-    """Return a name for groups whose figures are alike.
-
-    They have rank 0's device and CPU, threads, cores, versions of torch and of this package, and ranks by node.
-    """
+    """Return a name for groups whose figures are alike: same CPU, threads, cores, versions and ranks by node."""
     from .. import __version__  # the package imports this module before it is complete
 
     cpu = (cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), cores_per_rank())

@@ -30,11 +30,7 @@ def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def nearest(world: int) -> Assignment:
-    """Send K, V from j to i if that is less than half a ring forward; otherwise send the query side from i to j.
-
-    With a contiguous layout and a causal mask, every rank computes half a ring of whole blocks. Rows and columns would
-    give nearly all work to the last or the first rank.
-    """
+    """Send K, V from j to i if that is less than half a ring forward, else Q from i to j. It balances contiguous shards."""
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return np.where(2 * ((i - j) % world) < world, i, j)
@@ -43,11 +39,7 @@ def nearest(world: int) -> Assignment:
 
 
 def blocks(world: int, keys: int) -> Assignment:
-    """Assign blocks of query shards with the keys of ``keys`` neighbours: each shard visits O(sqrt(world)) ranks.
-
-    ``keys`` may be any number. If it divides ``world``, all blocks have one size. Source: Mesh-Attention (arXiv
-    2512.20968).
-    """
+    """Give each rank pairs of about sqrt(W) query and ``keys`` key shards. Source: Mesh-Attention (arXiv 2512.20968)."""
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         first = j // keys * keys
@@ -57,12 +49,7 @@ def blocks(world: int, keys: int) -> Assignment:
 
 
 def heads(groups: Groups, inner: Assignment) -> Cube:
-    """Split heads first, then sequence groups: cell (i, j, h) goes to group h's rank in the group that ``inner`` picks.
-
-    Every tensor is split by heads, and no result is a sum over head groups. So this sends the fewest bytes as long as
-    there are enough heads. Ulysses has one sequence group and needs no inner assignment. USP and LoongTrain use
-    :func:`rows` inside.
-    """
+    """Split heads first, which sends the fewest bytes; then ``inner`` picks the sequence group of a cell (i, j, h)."""
 
     def assign(i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
         return groups.cache_owner(np.asarray(group), inner(groups.context(i), groups.context(j)))

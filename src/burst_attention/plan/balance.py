@@ -153,11 +153,7 @@ class _Documents:
         yield placed
 
     def _placed(self, few: int, share: float) -> _Placed | None:
-        """Place each document on the fewest ranks, or return None if some document has no room.
-
-        A document that needs more than ``few`` ranks goes to all. Another, if on several, takes at most ``share`` of
-        each one's whole room.
-        """
+        """Place each document on one rank, on up to ``few`` with ``share`` of the room of each, or on all."""
         placed = _Placed(self.seqlen, self.world, sum(self.work))
         first = 0  # the next rank to get an extra token
         loads = [(0.0, rank) for rank in range(self.world)]

@@ -163,10 +163,7 @@ class Builder:
             yield Visit(step, places, chunks, joined.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
 
     def at_once(self, rectangles: list[Rectangle]) -> Iterable[list[int]]:
-        """Group rectangles into visits: one for all that a step completes between two buffers.
-
-        Fewer visits are faster, because each one costs launches and folds its rows again.
-        """
+        """Group rectangles into visits: one for all that a step completes between two buffers, because visits cost."""
         return _positions((r.step, *r.places.values()) for r in rectangles).values()
 
     def _rectangles(self) -> list[Rectangle]:
@@ -201,10 +198,7 @@ class Builder:
         yield from ((some, tuple(them)) for some, them in queries_of.items())
 
     def _tiles(self, rectangles: list[Rectangle]) -> list[Tiles]:
-        """Return the tiles of each rectangle.
-
-        One call finds the tiles of all rectangles that share queries, or keys, because a call costs more than a tile.
-        """
+        """Return the tiles of each rectangle; one call finds those of all that share queries, or keys."""
         if not self.groups.joins:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
             return [Tiles(self.known.by_pair[pair]) for pair in pairs]

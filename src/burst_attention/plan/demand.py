@@ -95,11 +95,7 @@ class PassSpec:
         return Cells(i, j, group, ranks, query, key, table[:, 2:])
 
     def _wanted(self, rank: int | None) -> np.ndarray:
-        """Return the pairs of owners of which ``rank`` must know any cell, bool [W, W].
-
-        It fills a few rows at a time. For thousands of ranks the integers of all pairs would need more memory than a
-        program.
-        """
+        """Return the pairs of owners of which ``rank`` must know any cell, bool [W, W], in little memory."""
         size = self.groups.query if self.by_slices else 1
         first = np.arange(0, self.layout.world, size)  # a sequence group's first rank represents it
         wanted = np.zeros((len(first), len(first)), bool)
@@ -129,10 +125,7 @@ class PassSpec:
         return known
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
-        """Return every edge that these cells need, or only those of ``rank``. All cells give every edge of the pass.
-
-        Where shards share buffers, an edge from a rank to itself is a local copy.
-        """
+        """Return the edges that these cells need, or only those of ``rank``; one from a rank to itself is a copy."""
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells, rank if self.route.direct else None)
         for key, users in self._fetched(uses, rank):
@@ -171,10 +164,7 @@ class PassSpec:
         return Key(side, self.owner(chunk), part, payload, self.turn(chunk))
 
     def _with_own_context(self, uses: Uses, rank: int | None) -> Uses:
-        """Add all rows of each rank's sequence group, because the rank caches them.
-
-        ``rank``: add only those of the sequence groups on its node, whose messages it may forward.
-        """
+        """Add all rows of the sequence groups (of those on ``rank``'s node), because their ranks cache them."""
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
         ranks = range(self.layout.world) if rank is None else self.route.mates(rank)
         contexts = sorted({groups.context(other) for other in ranks})
@@ -221,13 +211,7 @@ class PassSpec:
         return {}
 
     def _uses(self, cells: Cells, rank: int | None) -> Uses:
-        """Return which rank needs which rows of which chunk, and until which step.
-
-        The result is complete for a rank if ``cells`` has all of its cells.
-
-        Args:
-            rank: return only the uses that can send it a message or receive one, on a direct route. None: all uses.
-        """
+        """Return who needs which rows of which chunk until which step; with ``rank``, what it sends or gets directly."""
         uses: Uses = {}
         groups, world = self.groups, self.layout.world
         for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
@@ -274,10 +258,7 @@ class Cells:
         return self.i if side is Side.QUERY else self.j
 
     def at(self, rank: int) -> np.ndarray:
-        """Return the distinct cells that ``rank`` computes, sorted, int64 [M, 5].
-
-        Columns: step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
-        """
+        """Return ``rank``'s cells: step, query chunk, key chunk, head group, whether the query arrives now; int64 [M, 5]."""
         mine = self.first[self.rank[self.first] == rank]
         new = self.query[mine] == self.step[mine]
         table = np.stack([self.step[mine], self.i[mine], self.j[mine], self.group[mine], new], 1)

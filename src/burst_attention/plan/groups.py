@@ -91,11 +91,7 @@ class Groups:
 
     @property
     def in_flight(self) -> int:
-        """How many exchanges may be posted and not yet waited for: :data:`IN_FLIGHT`, or one more of several chunks.
-
-        Under a causal mask a backward computes the chunk with most work first, and the link would have too little to
-        send meanwhile.
-        """
+        """How many exchanges may be posted and not yet waited for: one more of several chunks, or links would idle."""
         return IN_FLIGHT + (self.chunks > IN_FLIGHT)
 
     def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, turn: Ranks | int = 0) -> Ranks:

@@ -87,10 +87,7 @@ def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
 
 
 def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Join pairs of tiles in each group [G, n, 6] until no two can be joined.
-
-    Return pairs of tiles [N, 6] and the groups to which they belong.
-    """
+    """Join pairs of tiles in each group [G, n, 6] until none can be; return tiles [N, 6] and their groups."""
     done: list[tuple[np.ndarray, np.ndarray]] = []
     group, count = np.arange(len(tiles)), tiles.shape[1]
     pairs: Iterable[tuple[int, int]] = combinations(range(count), 2)
@@ -108,10 +105,7 @@ def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _touching(tiles: np.ndarray) -> np.ndarray:
-    """Return which tiles of groups [G, n, 6] touch in both queries and keys, bool [G, n, n].
-
-    Others can't be joined. If two rows of a band see something, all rows between them do too.
-    """
+    """Return which tiles of groups [G, n, 6] touch in both queries and keys, bool [G, n, n]; others can't be joined."""
     touch: np.ndarray = ~np.eye(tiles.shape[1], dtype=bool)[None]
     for column in (0, 2):
         start, stop = tiles[:, :, column], tiles[:, :, column + 1]

@@ -45,11 +45,7 @@ def _zigzag(seqlen: Whole, world: int, rank: Whole) -> Pieces:
 
 
 def _zigzag_by_halves(seqlen: Whole, world: int, rank: Whole) -> Pieces:
-    """Zigzag over the first half of the sequence, and in reverse over the second half.
-
-    Each quarter is spread over all ranks. Shards differ by at most one token, because the two halves give their
-    remainders to ranks from opposite ends.
-    """
+    """Zigzag over the first half of the sequence, and in reverse over the second. Each quarter is on all ranks."""
     half = seqlen // 2
     late = _zigzag(seqlen - half, world, world - 1 - rank)
     return *_zigzag(half, world, rank), *((half + start, half + stop, stride) for start, stop, stride in late)

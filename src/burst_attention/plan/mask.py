@@ -35,11 +35,7 @@ class BlockPattern:
 
     @classmethod
     def of(cls, given: Any) -> BlockPattern:
-        """Pack an array or tensor of booleans.
-
-        Raises:
-            TypeError, ValueError: it is not a square of booleans.
-        """
+        """Pack an array or tensor of booleans. Raise TypeError or ValueError if it is not a square of booleans."""
         if isinstance(given, BlockPattern):
             return given
         array = _array(given)
@@ -92,11 +88,7 @@ class TokenGroups:
 
     @classmethod
     def of(cls, given: Any) -> TokenGroups:
-        """Convert a row of group numbers, one for each token.
-
-        Raises:
-            TypeError, ValueError: it is not a row of integers.
-        """
+        """Convert a row of group numbers, one for each token. Raise TypeError or ValueError for anything else."""
         if isinstance(given, TokenGroups):
             return given
         numbers = _array(given)
@@ -242,18 +234,12 @@ class Mask:
         return max(1, len(self.cu_seqlens or ()) - 1, rectangles, runs)
 
     def resized(self, seqlen: int) -> Mask:
-        """Return this mask with a similar pattern of blocks for ``seqlen`` positions. For predictions only.
-
-        Groups are left out: they are few pairs.
-        """
+        """Return a similar mask for ``seqlen`` positions, for predictions only; groups are few pairs, and left out."""
         blocks = None if self.block is None else self.blocks.resized(-(-seqlen // self.block))
         return self if blocks is None and self.together is None else replace(self, blocks=blocks, together=None)
 
     def regions(self, seqlen: int) -> np.ndarray:
-        """Return the seen pairs as disjoint bands, int64 [R, 6]: q_start, q_stop, k_start, k_stop, lo, hi.
-
-        A pair is seen where lo <= q - k <= hi.
-        """
+        """Return the seen pairs, lo <= q - k <= hi, as (q_start, q_stop, k_start, k_stop, lo, hi), disjoint: int64 [R, 6]."""
         self.check(seqlen)
         regions = self._bands(seqlen)
         if self.together is not None:

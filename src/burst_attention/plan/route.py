@@ -171,10 +171,7 @@ class Route:
         return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
 
     def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int, *, turn: Ranks | int = 0) -> Ranks:
-        """Return the step at which data from ``source`` reaches ``rank``.
-
-        If sequence groups divide the nodes evenly, the order goes by nodes, which spreads the load on their links.
-        """
+        """Return the step at which data from ``source`` reaches ``rank``; by nodes if sequence groups divide them."""
         inside = self.node_size // groups.query if self.node_size % groups.query == 0 else 1
         return groups.distance(source, rank, world, contexts=inside, turn=turn)
 

@@ -12,10 +12,7 @@ from .rows import Rows, runs
 
 
 class Slice:
-    """The shards of ``owners`` in one buffer, lowest position first. One owner's shard keeps its order.
-
-    ``chunks``: per shard (:class:`~burst_attention.plan.chunks.Chunks`).
-    """
+    """The shards of ``owners``, of ``chunks`` each, in one buffer, lowest position first; one shard keeps its order."""
 
     def __init__(self, layout: Layout, owners: Iterable[int], *, chunks: int = 1) -> None:
         self.owners, self.chunks = tuple(owners), chunks
@@ -46,10 +43,7 @@ class Slice:
         return Rows.of(starts + shift, stops + shift)
 
     def segments(self, chunks: tuple[int, ...]) -> np.ndarray:
-        """Return the segments of these chunks, with adjacent ones joined.
-
-        int64 [N, 5] as in :meth:`Layout.table`, but owner 0, and offsets in this buffer.
-        """
+        """Return the joined segments of these chunks as in :meth:`Layout.table`; owner 0, offsets in this buffer."""
         if chunks not in self._segments:
             of_them = np.isin(self._table[:, 0], chunks)
             table = self._table[of_them].copy()

@@ -57,10 +57,7 @@ class Tile(NamedTuple):
         return not (self.bounded_above or self.bounded_below)
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tile | None:
-        """Return the visible part inside these rows and columns, tightened; None if nothing is visible.
-
-        ``rows`` and ``columns``: start and stop, counted from the tile's corner.
-        """
+        """Return the visible part inside these rows and columns (from the tile's corner), or None."""
         (i, rows_stop), (j, columns_stop) = rows, columns
         lo, hi = self.lo - i + j, self.hi - i + j
         top, bottom, left, right, lo, hi = (int(x) for x in tighten(rows_stop - i, columns_stop - j, lo, hi))
@@ -106,10 +103,7 @@ class Tiles:
 def pair_tiles(
     queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
 ) -> dict[tuple[int, int], Tiles]:
-    """Return the tiles of every pair (i, j) of ``q_owners`` x ``k_owners`` that has any.
-
-    ``regions``: from :meth:`Mask.regions`. Raise ValueError if the two layouts' segments have different strides.
-    """
+    """Return the tiles of all pairs (i, j) that have any. Raise ValueError if the layouts' strides differ."""
     return _by_pair(_all_tiles(queries, keys, regions, q_owners, k_owners))
 
 
@@ -122,15 +116,7 @@ def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.nd
 def wanted_tiles(
     queries: Layout | Chunks, keys: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray
 ) -> np.ndarray:
-    """Return the sorted tiles of the pairs of owners in ``wanted``.
-
-    Args:
-        queries, keys: layouts, or their chunks, which then replace the owners in the result.
-        wanted: bool [W, W], by query owner and key owner.
-
-    Returns:
-        int64 [T, 8]: query owner, key owner, then a tile.
-    """
+    """Return sorted (query owner, key owner, tile), int64 [T, 8], of the ``wanted`` pairs of owners, bool [W, W]."""
     count = queries.world // len(wanted)
     owners: dict[tuple[int, ...], list[int]] = {}  # wanted key owners -> query owners that want exactly those
     for i in np.flatnonzero(wanted.any(1)).tolist():
@@ -191,11 +177,7 @@ def clip_segments(
 
 
 def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices (interval, segment) of all pairs that may share a position.
-
-    It avoids comparing all N segments with all M intervals [start, stop): thousands of documents, each cut over the
-    ranks separately, give thousands of both.
-    """
+    """Return the (interval, segment) pairs that may share a position, without comparing all of many with all."""
     first, last = segments[:, 2], segments[:, 2] + (segments[:, 3] - 1) * segments[:, 4]
     order = np.argsort(first, kind="stable")
     low = np.searchsorted(np.maximum.accumulate(last[order]), start)
@@ -204,10 +186,7 @@ def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
 
 
 def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
-    """Return a tile for every non-empty intersection of two segments and a region, int64 [T, 9].
-
-    Columns: query owner, key owner, region, then a tile.
-    """
+    """Return the tiles of all segments and regions: query owner, key owner, region, then a tile, int64 [T, 9]."""
     region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
     at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])
     region = region[at]

@@ -245,10 +245,7 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | Non
 
 
 def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[Groups]:
-    """Yield the numbers of chunks to try: one; one per stretch that is spread over all ranks; and owner by owner.
-
-    Owner by owner is tried only if several sequence groups can hide it.
-    """
+    """Yield the numbers of chunks to try: one, one per stretch over all ranks, and 0 if other groups can hide it."""
     if groups.query == 1:
         counts: list[int] = [0]
     elif chunks != "auto":

@@ -50,11 +50,7 @@ def _line(name: str, one: Timed) -> str:
 
 
 def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups) -> str:
-    """Return a line about the memory that a rank holds between a call's forward and backward.
-
-    It holds q, k and v, or those of its sequence group if they are cached; and out and lse,
-    or the cached ones. With keep-attention it holds both.
-    """
+    """Return a line about the memory that a rank holds between a call's forward and backward."""
     remat, own = planner.remat, schedule.layout.lengths[schedule.rank]
     of_keys = schedule.layouts[Side.KEY].lengths[schedule.rank]
     rows = (schedule.slice_length(groups),) * 2 if groups.keep else (own, of_keys)

@@ -191,10 +191,7 @@ class Planner:
         return self.settle(schedule, shape, replace(groups, chunks=0, keep=keep, results=results))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
-        """Choose how heads are split if that was left open, and whether q, k and v are cached.
-
-        Raise ValueError if these heads can't be split as the strategy asks.
-        """
+        """Choose how heads are split, and whether q, k and v are cached. Raise ValueError if they can't be split so."""
         if not _splits_by_choice(schedule):
             return Groups(gather=True) if schedule.strategy.gather_kv is True else WHOLE
         return self.choose_call(schedule, shape).candidate.groups
@@ -213,10 +210,7 @@ class Planner:
         return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
 
     def choose_circulation(self, schedule: Schedule, shape: Shape, groups: Groups = WHOLE) -> str:
-        """Choose what circulates for this split of heads.
-
-        With ``ulysses_degree=1`` it is a rule that ignores rates: :func:`by_work_and_bytes`.
-        """
+        """Choose what circulates for this split of heads; with ``ulysses_degree=1`` by :func:`by_work_and_bytes`."""
         strategy, world = schedule.strategy, schedule.layout.world
         if strategy.circulate != "auto":
             return strategy.circulate
@@ -230,10 +224,7 @@ class Planner:
         return self._best(schedule, shape, [groups]).candidate.circulate
 
     def choose_call(self, schedule: Schedule, shape: Shape) -> Prediction:
-        """Return the fastest of all candidates over direct routes, for one row of a batch.
-
-        The choice ignores the batch size, because a compiler may not know it.
-        """
+        """Return the fastest candidate over direct routes, for one row of a batch: a compiler may not know its size."""
         return self._best(schedule, shape, None)
 
     def _best(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None) -> Prediction:
@@ -251,10 +242,7 @@ class Planner:
         return self.times[0] * forward.seconds + self.times[1] * backward.seconds
 
     def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
-        """Predict a forward and a backward on any route.
-
-        Routes that are not direct use the edges themselves. Many ranks are extrapolated from fewer.
-        """
+        """Predict a forward and a backward on any route; many ranks are extrapolated from fewer."""
         world, direct = schedule.layout.world, schedule.route.direct
         most = MOST_ON_PAPER if direct else MOST_BY_EDGES
         if world > max(most, groups.query) and schedule.keys is None:
@@ -362,10 +350,7 @@ def _representative_of(schedule: Schedule) -> tuple[Layout, Mask]:
 
 
 def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
-    """Return a traffic model to choose what circulates; a smaller one represents many documents or ranks.
-
-    The choice hardly depends on their number.
-    """
+    """Return a traffic model to choose what circulates, which hardly depends on the number of documents or ranks."""
     documents, whole = schedule.mask.cu_seqlens, schedule.layout
     few = documents is None or (len(documents) <= MOST_DOCUMENTS and not whole.spreads_documents)
     if (few and whole.world <= MOST_SIMULATED) or schedule.keys is not None:

@@ -76,10 +76,7 @@ def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
-    """Return how many ranks represent ``world``, and the head splits with at least two sequence groups there.
-
-    The first split is always among them.
-    """
+    """Return how many ranks represent ``world``, and the splits with two sequence groups there, the first among them."""
     ranks, shown = 1, set[int]()
     for count in sorted({groups.query for groups in given}):
         more = lcm(ranks, count if count == world else 2 * count)
@@ -89,10 +86,7 @@ def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
 
 
 def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
-    """Return the layout over fewer ranks with as many tokens per rank, and a shorter mask of the same kind.
-
-    Documents become fewer: each represents several of about the same length, as far as there are such.
-    """
+    """Return the layout over fewer ranks with as many tokens each, and a shorter mask of the same kind."""
     whole = layout.seqlen
     total = -(-whole * ranks // layout.world)
     if mask.cu_seqlens is not None:
@@ -106,10 +100,7 @@ def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
 
 
 def _fewer(lengths: np.ndarray, total: int) -> tuple[int, ...]:
-    """Return the borders of fewer documents with ``total`` tokens, at least two, as long as these or the mean of some.
-
-    A document stands where those that it represents lie on average.
-    """
+    """Return the borders of at least two documents with ``total`` tokens, as long as these or the mean of some."""
     count = min(len(lengths), max(2, round(len(lengths) * total / max(1, int(lengths.sum())))))
     groups = np.array_split(np.argsort(-lengths, kind="stable"), count)
     groups.sort(key=lambda group: float(group.mean()))

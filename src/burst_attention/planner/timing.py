@@ -287,10 +287,7 @@ def _run(
 
 
 def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
-    """Return when each rank ends a step that it begins at ``begin``, if ``at_once`` ranks can run at full speed.
-
-    The caller accounts for ranks that are already at their next step.
-    """
+    """Return when each rank ends a step that it begins at ``begin``, if ``at_once`` ranks run at full speed."""
     if not 0 < at_once < len(begin):
         return begin + seconds
     end, computing = begin.copy(), list[tuple[float, int]]()

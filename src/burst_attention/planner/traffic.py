@@ -89,11 +89,7 @@ class Steps:
 
 
 class TrafficModel:
-    """One layout under one mask. With ``chunks`` > 1 each owner has that many chunks instead of a shard.
-
-    Args:
-        keys: the keys' layout, if it is not the queries'.
-    """
+    """One layout under one mask, in ``chunks`` per shard. ``keys``: the keys' layout, if it is not the queries'."""
 
     def __init__(self, layout: Layout, regions: np.ndarray, *, keys: Layout | None = None, chunks: int = 1) -> None:
         self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
@@ -172,10 +168,7 @@ class TrafficModel:
         return np.argsort(own * self.parts + other if side is Side.QUERY else other * self.parts + own)
 
     def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
-        """Return chunks of a side, the other side's sequence groups, and the rows that each such pair needs.
-
-        ``size``: number of ranks per sequence group. With 1, the other side is by chunks.
-        """
+        """Return a side's chunks, the other side's groups of ``size`` ranks (1: chunks), and the rows of each pair."""
         if (size, side) not in self._rows:
             contexts = self.parts if size == 1 else self.world // size
             if size == 1:
@@ -238,10 +231,7 @@ class TrafficModel:
     def messages(
         self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
     ) -> Messages:
-        """Return all messages of one pass over direct routes.
-
-        Without ``steps``, from :meth:`cells`, the steps at which results return are not meaningful.
-        """
+        """Return all messages of one pass over direct routes. Without ``steps``, the steps of results mean nothing."""
         parts: list[Columns] = [(np.zeros(0, np.int64),) * 5]
         for side in Side:
             one = _Side(self, shape, inner, groups, direction, side)
@@ -327,10 +317,7 @@ class _Side:
         return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=self.groups.of_backward), SHARD)]
 
     def homeward(self, last: np.ndarray) -> list[Columns]:
-        """Return the columns of :class:`Messages` for results.
-
-        ``last``: [U, W * chunks, R], the last step at which part of a result is computed.
-        """
+        """Return the columns of :class:`Messages` for results; ``last``: the step of their last part, [U, W * chunks, R]."""
         io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
         leaves = last + self.groups.in_flight
         if self.groups.query == 1:
