@@ -30,7 +30,7 @@ def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def nearest(world: int) -> Assignment:
-    """Send K, V from j to i if that is less than half a ring forward, else Q from i to j. It balances contiguous shards."""
+    """Send K, V to i if that is less than half a ring forward, else Q to j. It balances contiguous shards."""
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return np.where(2 * ((i - j) % world) < world, i, j)
@@ -39,7 +39,7 @@ def nearest(world: int) -> Assignment:
 
 
 def blocks(world: int, keys: int) -> Assignment:
-    """Give each rank pairs of about sqrt(W) query and ``keys`` key shards. Source: Mesh-Attention (arXiv 2512.20968)."""
+    """Give each rank pairs of about sqrt(W) query and ``keys`` key shards. Mesh-Attention (arXiv 2512.20968)."""
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         first = j // keys * keys

@@ -211,7 +211,7 @@ class PassSpec:
         return {}
 
     def _uses(self, cells: Cells, rank: int | None) -> Uses:
-        """Return who needs which rows of which chunk until which step; with ``rank``, what it sends or gets directly."""
+        """Return who needs which rows of which chunk until which step; of ``rank``, what it sends or gets directly."""
         uses: Uses = {}
         groups, world = self.groups, self.layout.world
         for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
@@ -258,7 +258,7 @@ class Cells:
         return self.i if side is Side.QUERY else self.j
 
     def at(self, rank: int) -> np.ndarray:
-        """Return ``rank``'s cells: step, query chunk, key chunk, head group, whether the query arrives now; int64 [M, 5]."""
+        """Return ``rank``'s cells: step, query chunk, key chunk, head group, is the query new; int64 [M, 5]."""
         mine = self.first[self.rank[self.first] == rank]
         new = self.query[mine] == self.step[mine]
         table = np.stack([self.step[mine], self.i[mine], self.j[mine], self.group[mine], new], 1)

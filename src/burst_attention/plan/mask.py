@@ -239,7 +239,7 @@ class Mask:
         return self if blocks is None and self.together is None else replace(self, blocks=blocks, together=None)
 
     def regions(self, seqlen: int) -> np.ndarray:
-        """Return the seen pairs, lo <= q - k <= hi, as (q_start, q_stop, k_start, k_stop, lo, hi), disjoint: int64 [R, 6]."""
+        """Return disjoint (q_start, q_stop, k_start, k_stop, lo, hi), int64 [R, 6]; lo <= q - k <= hi is seen."""
         self.check(seqlen)
         regions = self._bands(seqlen)
         if self.together is not None:

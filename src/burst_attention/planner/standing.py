@@ -76,7 +76,7 @@ def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
-    """Return how many ranks represent ``world``, and the splits with two sequence groups there, the first among them."""
+    """Return how many ranks represent ``world``, and the splits with two sequence groups there, or the first."""
     ranks, shown = 1, set[int]()
     for count in sorted({groups.query for groups in given}):
         more = lcm(ranks, count if count == world else 2 * count)

@@ -317,7 +317,7 @@ class _Side:
         return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=self.groups.of_backward), SHARD)]
 
     def homeward(self, last: np.ndarray) -> list[Columns]:
-        """Return the columns of :class:`Messages` for results; ``last``: the step of their last part, [U, W * chunks, R]."""
+        """Return the columns of :class:`Messages` for results; ``last``: their last step, [U, W * chunks, R]."""
         io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
         leaves = last + self.groups.in_flight
         if self.groups.query == 1:
