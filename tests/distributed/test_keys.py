@@ -12,7 +12,6 @@ from burst_attention import CallShape, Mask, Plan, Strategy, burst_attention, ma
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.schedule import Schedule
-from burst_attention.plan.tile import pair_tiles
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
@@ -22,6 +21,7 @@ from burst_attention.testing.local import local_world
 from burst_attention.testing.pool import WorkerError
 from tests.distributed.test_attention import check_cases
 from tests.support.pairwise import covering_array
+from tests.support.schedules import pair_tiles
 
 SPAN = 97  # positions of queries and keys
 MASKS = {

@@ -66,7 +66,7 @@ def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyP
     with local_world(4) as ranks:
         plans = ranks.run(plan)
         together = len(ran)
-    alone = plans[0].planner.forgetful()
+    alone = replace(plans[0].planner)
     ran.clear()
     chosen = alone.choose(4096, mask=Mask(), strategy=Strategy(), rank=0, world=4)
     layouts = {each.layout for each in plans}

@@ -14,9 +14,10 @@ from burst_attention.kernels.contract import BackwardInputs, Measuring
 from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
 from burst_attention.plan.layout import Layout
-from burst_attention.plan.tile import Tile, Tiles, pair_tiles
+from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check, local_world
 from burst_attention.testing.check import relative_l2
+from tests.support.schedules import pair_tiles
 from tests.support.tile_cases import BANDS, LARGE, compare, inputs
 
 triton = pytest.importorskip("triton")

@@ -16,11 +16,12 @@ from burst_attention.kernels.aten import SMALL, split_into_pieces
 from burst_attention.kernels.contract import BackwardInputs, blank_output, finite_lse, merge_
 from burst_attention.kernels.stock import appended_columns, backward_calls, surrogate_output
 from burst_attention.plan.layout import Layout
-from burst_attention.plan.tile import Tile, Tiles, pair_tiles
+from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import attend, dense_attention
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
 from tests.support.pairwise import covering_array
+from tests.support.schedules import pair_tiles
 from tests.unit.test_plan import seen_by_tile, worlds
 
 CPU = torch.device("cpu")

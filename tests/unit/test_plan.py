@@ -23,12 +23,12 @@ from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.slices import Slice
 from burst_attention.plan.strategy import Strategy
-from burst_attention.plan.tile import Tile, pair_tiles
+from burst_attention.plan.tile import Tile
 from burst_attention.planner.planner import Planner, traffic_model_of
 from burst_attention.planner.presets import preset
 from burst_attention.planner.traffic import TrafficModel
 from tests.support.pairwise import covering_array
-from tests.support.schedules import assigned, bytes_moved, make_schedule
+from tests.support.schedules import assigned, bytes_moved, make_schedule, pair_tiles
 
 
 @st.composite

@@ -32,19 +32,12 @@ from .probe import DIM, FLOPS, SMALL, Probe, full
 
 @dataclass(frozen=True)
 class CalibrationSizes:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        rows: rows of a large tile.
-        heads: heads of a large tile.
-        message: bytes of all messages sent at the same time; 512 KiB at least are sent.
-        repeats: how often each measurement is repeated.
-    """
-
-    rows: int = 1024
-    heads: int = 2
-    message: int = 4 << 20
-    repeats: int = 7
+    rows: int = 1024  # of a large tile
+    heads: int = 2  # of a large tile
+    message: int = 4 << 20  # bytes of all messages sent at the same time; 512 KiB at least are sent
+    repeats: int = 7  # of each measurement
 
 
 def calibrate(

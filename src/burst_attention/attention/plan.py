@@ -163,7 +163,7 @@ class Plan:
                 "Make it on each rank with make_plan, or send its mask and call plan.with_mask(mask) there"
             )
         # Fresh copies, without what both remember.
-        return _of_schedule, (replace(self.schedule), self.planner.forgetful())
+        return _of_schedule, (replace(self.schedule), replace(self.planner))
 
     @property
     def rank(self) -> int:

@@ -100,17 +100,13 @@ class Tiles:
         return Tiles(np.stack([q, q + q1 - q0, k, k + k1 - k0, lo, hi], axis=1))
 
 
-def pair_tiles(
-    queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
-) -> dict[tuple[int, int], Tiles]:
-    """Return the tiles of all pairs (i, j) that have any. Raise ValueError if the layouts' strides differ."""
-    return _by_pair(_all_tiles(queries, keys, regions, q_owners, k_owners))
-
-
 def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> dict[tuple[int, int], Tiles]:
     """Return the tiles between segments as in :meth:`Layout.table`, by the numbers in their owner column."""
     strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
-    return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
+    table = joined(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
+    cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
+    parts = np.split(table, cuts) if len(table) else []
+    return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in parts}
 
 
 def wanted_tiles(
@@ -138,14 +134,6 @@ def region_tiles(queries: Layout | Chunks, keys: Layout | Chunks, regions: np.nd
     """Return the tiles of all pairs before joining, int64 [T, 9]: query owner, key owner, region, then a tile."""
     ranks = range(queries.world)
     return _all_tiles(queries, keys, regions, ranks, ranks)
-
-
-def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
-    if not len(table):
-        return {}
-    table = joined(table)
-    cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
-    return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
 
 
 def _all_tiles(

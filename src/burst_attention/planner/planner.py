@@ -51,7 +51,7 @@ from .standing import (
     two_worlds,
 )
 from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
-from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly
+from .traffic import TrafficModel, edge_messages, rows_leaving
 
 Remat = Literal["none", "layer", "keep-attention"]
 MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
@@ -87,10 +87,6 @@ class Planner:
         """Return the ports of ``world`` ranks; if the rates are guesses, also slower ones."""
         at = node_numbers(self.nodes, world)
         return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
-
-    def forgetful(self) -> Planner:
-        """Return a planner with the same settings that remembers nothing."""
-        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat, self.calls, self.grad)
 
     # Schedules
 
@@ -376,4 +372,4 @@ def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> tuple[int, int]:
         layout = replace(layout, world=world)
     tiles = wanted_tiles(layout, layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
     host = np.array(nodes[:world])
-    return rows_sent_directly(tiles, host), rows_sent_by_nodes(tiles, host)
+    return rows_leaving(tiles, host, by_nodes=False), rows_leaving(tiles, host, by_nodes=True)

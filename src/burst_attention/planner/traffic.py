@@ -334,21 +334,11 @@ class _Side:
         ]
 
 
-def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Count the key rows that leave the busiest node if each shard goes directly to the ranks that need it."""
-    union = Union.of(tiles[:, 1] * len(host) + tiles[:, 0], tiles[:, 4], tiles[:, 5])
-    owner, user = np.divmod(union.keys, len(host))
-    return _most_by_host(np.where(host[owner] == host[user], 0, union.counts), owner, host)
-
-
-def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Count the key rows that leave the busiest node if each shard goes once to each node that needs it."""
-    hosts = int(host.max()) + 1
-    union = Union.of(tiles[:, 1] * hosts + host[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
-    owner, there = np.divmod(union.keys, hosts)
-    return _most_by_host(np.where(host[owner] == there, 0, union.counts), owner, host)
-
-
-def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
-    """Return the number of rows that the busiest node sends."""
-    return int(np.bincount(host[rank], rows, minlength=1).max())
+def rows_leaving(tiles: np.ndarray, host: np.ndarray, *, by_nodes: bool) -> int:
+    """Count the key rows that leave the busiest node if a shard goes to each rank, or node, that needs it."""
+    place = host if by_nodes else np.arange(len(host))
+    many = int(place.max()) + 1
+    union = Union.of(tiles[:, 1] * many + place[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
+    owner, there = np.divmod(union.keys, many)
+    away = host[owner] != (there if by_nodes else host[there])
+    return int(np.bincount(host[owner], union.counts * away, minlength=1).max())

@@ -25,7 +25,7 @@ from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs, Kernel
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.plan.layout import Layout
-from burst_attention.plan.tile import Tiles, pair_tiles
+from burst_attention.plan.tile import Tiles, segment_tiles
 from burst_attention.testing import local_world
 
 from ..arguments import WrittenArguments, asked
@@ -54,7 +54,7 @@ class TimedKernel:
 
 def tiles_of(mask: Mask, seqlen: int) -> Tiles:
     layout = Layout("contiguous", seqlen, 1)
-    return pair_tiles(layout, layout, mask.regions(seqlen), [0], [0])[0, 0]
+    return segment_tiles(layout.table([0]), layout.table([0]), mask.regions(seqlen))[0, 0]
 
 
 def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[TimedKernel], list[str]]:
