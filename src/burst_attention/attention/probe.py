@@ -41,14 +41,8 @@ Passes = tuple[float, float]  # seconds of a forward and of a backward
 class Probe:
     """One rank's measurements of links, and of calls that all ranks make at the same time.
 
-    Args:
-        transport: sends the messages.
-        exchange: gathers a few numbers from all ranks, by rank.
-        nodes: each rank's node.
-        device: where messages are sent from.
-        message: bytes of all messages sent at the same time; 512 KiB at least are sent, unless ``patience`` ends.
-        repeats: how often each measurement is repeated.
-        patience: seconds after which a measurement is neither repeated nor tried with larger messages.
+    ``exchange`` gathers a few numbers from all ranks. ``message``: bytes of all messages sent at the same time; 512 KiB
+    at least are sent. After ``patience`` seconds a measurement is neither repeated nor tried with larger messages.
     """
 
     def __init__(
@@ -180,7 +174,10 @@ class QuickProbe(Probe):
     def rates(self, usual: Rates) -> tuple[Rates, bool]:
         """Measure, or read what was kept, as :func:`measured` says."""
         began, at = time.perf_counter(), self.exchange([time.time()])[0][0]
-        inside, across = (link and _rounded(link) for link in self.links())
+        inside, across = (
+            link and replace(link, latency=near(link.latency), bytes_per_second=near(link.bytes_per_second))
+            for link in self.links()
+        )
         links = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
         rates = replace(usual, inside=inside or usual.inside, across=across or usual.across)
         name = kept_name(usual, self.nodes)
@@ -307,8 +304,7 @@ def cpu_name() -> str:
 
 def alike(kept: Link, found: Link) -> bool:
     """Return whether a link's measured bandwidth is near what was kept."""
-    ratio = found.bytes_per_second / kept.bytes_per_second
-    return 1 / ALIKE <= ratio <= ALIKE
+    return 1 / ALIKE <= found.bytes_per_second / kept.bytes_per_second <= ALIKE
 
 
 def _scaled(usual: Speed, ours: Speed, theirs: Speed) -> Speed:
@@ -333,8 +329,3 @@ def machine() -> float:
 def near(value: float) -> float:
     """Return the nearest value of the grid."""
     return 2.0 ** (round(STEPS_PER_DOUBLING * math.log2(value)) / STEPS_PER_DOUBLING) if value > 0 else 0.0
-
-
-def _rounded(link: Link) -> Link:
-    """Return the link with its figures on the grid."""
-    return replace(link, latency=near(link.latency), bytes_per_second=near(link.bytes_per_second))

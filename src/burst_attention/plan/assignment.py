@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -68,8 +67,3 @@ CIRCULATIONS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "blocks": lambda world: dict.fromkeys(Direction, blocks(world, math.isqrt(world))),
     PASS_QUERY: lambda world: dict.fromkeys(Direction, columns),
 }
-
-if TYPE_CHECKING:
-    CirculateOrAuto: TypeAlias = str
-else:  # what command lines take
-    CirculateOrAuto = Literal["auto", *CIRCULATIONS]

@@ -73,14 +73,13 @@ class PassSpec:
         """
         world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
-        several = groups.query > 1
         table = self._table(self._wanted(known_by))
-        i, j = table[:, 0], table[:, 1]
-        known = (
-            [self._concerns(known_by, self.owner(i), self.owner(j), n) for n in range(groups.query)] if several else []
-        )
-        group = np.repeat(np.arange(len(known)), [mine.sum() for mine in known]) if several else np.zeros_like(i)
-        table = np.concatenate([table[mine] for mine in known]) if several else table
+        group = np.zeros(len(table), np.int64)
+        if groups.query > 1:
+            i, j = self.owner(table[:, 0]), self.owner(table[:, 1])
+            known = [self._concerns(known_by, i, j, n) for n in range(groups.query)]
+            group = np.repeat(np.arange(groups.query), [mine.sum() for mine in known])
+            table = np.concatenate([table[mine] for mine in known])
         i, j = table[:, 0], table[:, 1]
         own = [self.owner(chunk) for chunk in (i, j)]
         of_group = [group == g for g in range(groups.query)]

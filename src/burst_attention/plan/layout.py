@@ -75,10 +75,8 @@ STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
 
 if TYPE_CHECKING:
     LayoutName: TypeAlias = str
-    LayoutOrAuto: TypeAlias = str
-else:  # command lines and configurations accept these names
+else:  # command lines accept these names
     LayoutName = Literal[*LAYOUTS]
-    LayoutOrAuto = Literal["auto", *LAYOUTS]
 
 
 def _stretch(given: Any) -> range:
@@ -135,22 +133,16 @@ class Layout:
     def of_stretches(cls, stretches: Sequence[Sequence[Any]]) -> Layout:
         """Return a layout in which each rank holds the listed stretches, such as ``[[(0, 4), (8, 9)], [(4, 8)]]``.
 
-        Positions that no rank holds are allowed: nothing is seen there. Neighbouring stretches are joined.
-
-        Args:
-            stretches: by rank, ascending (start, stop) pairs or ranges; a rank may have none.
-
-        Raises:
-            TypeError, ValueError: a stretch is no such pair, or two of them overlap, or a rank's do not ascend.
+        ``stretches``: by rank, ascending (start, stop) pairs or ranges; none is allowed, and so are positions that no
+        rank holds. Raise TypeError or ValueError if one is no such pair, two overlap, or a rank's do not ascend.
         """
         given = tuple(joined(map(_stretch, each)) for each in stretches)
-        for each in given:
-            for before, after in pairwise(each):
-                if after.start < before.stop:
-                    raise ValueError(
-                        f"stretch ({after.start}, {after.stop}) follows ({before.start}, {before.stop}) on a rank; "
-                        "list each rank's stretches in ascending order, without overlap"
-                    )
+        for before, after in (pair for each in given for pair in pairwise(each)):
+            if after.start < before.stop:
+                raise ValueError(
+                    f"stretch ({after.start}, {after.stop}) follows ({before.start}, {before.stop}) on a rank; list "
+                    "each rank's stretches in ascending order, without overlap"
+                )
         for before, after in pairwise(sorted((s for each in given for s in each), key=lambda s: s.start)):
             if after.start < before.stop:
                 raise ValueError(
@@ -190,10 +182,14 @@ class Layout:
     @cached_property
     def _of_all(self) -> tuple[np.ndarray, np.ndarray]:
         """The table of all ranks, and each rank's first row in it."""
-        if self._listed:
-            table = self._table_of(self.given or self._placed())
-        else:
+        if not self._listed:
             table = self._segments_of(range(self.world))
+        else:
+            placed = self.given or place(self.mask or Mask(), self.seqlen, self.world)
+            rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
+            table = np.array(rows, np.int64).reshape(-1, 5)
+            offsets = np.cumsum(table[:, 3]) - table[:, 3]
+            table[:, 1] = offsets - offsets[np.searchsorted(table[:, 0], table[:, 0])]  # from the rank's first row
         return table, np.searchsorted(table[:, 0], np.arange(self.world + 1))
 
     @property
@@ -241,18 +237,6 @@ class Layout:
     def _listed(self) -> bool:
         """Whether the segments are a list, not a formula."""
         return self.given is not None or self.name == BALANCED
-
-    def _placed(self) -> Sequence[Segments]:
-        """Return each rank's positions in a balanced layout."""
-        return place(self.mask or Mask(), self.seqlen, self.world)
-
-    def _table_of(self, placed: Sequence[Segments]) -> np.ndarray:
-        rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
-        table = np.array(rows, np.int64).reshape(-1, 5)
-        offsets = np.cumsum(table[:, 3]) - table[:, 3]
-        first = np.searchsorted(table[:, 0], table[:, 0])  # first row of the same rank
-        table[:, 1] = offsets - offsets[first]
-        return table
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -21,13 +21,14 @@ from .route import Route
 from .rows import Direction, Side
 from .strategy import Strategy
 
+_COMPARED = ("ulysses_degree", "cache_qkv", "circulate", "chunks", "gather_kv")
+
 
 @dataclass(frozen=True)
 class Schedule:
     """One sequence over ``layout.world`` ranks, as ``rank`` sees it. Integers only; it needs no process group.
 
-    Raises:
-        TypeError, ValueError: the strategy doesn't fit these ranks, or the mask this sequence.
+    Raise TypeError or ValueError if the strategy doesn't fit these ranks, or the mask this sequence.
     """
 
     layout: Layout
@@ -35,7 +36,6 @@ class Schedule:
     route: Route
     rank: int
     strategy: Strategy = field(default=Strategy(ulysses_degree=1))  # a planner chooses ``auto`` fields for each call
-    builder: type[Builder] = field(default=Builder, compare=False, repr=False)  # builds a rank's program
     keys: Layout | None = None  # the keys' layout, if it is not the queries'
 
     def __post_init__(self) -> None:
@@ -99,7 +99,6 @@ class Schedule:
     @cached_property
     def description(self) -> dict[str, object]:
         """A short description that ranks compare; equal on two ranks only if their schedules are."""
-        strategy = self.strategy
         return {
             "seqlen": self.layout.seqlen,
             "layout": self.layout.description,
@@ -107,11 +106,7 @@ class Schedule:
             "query_offset": self.layout.start,
             "keys": None if self.keys is None else f"{self.keys.name}, {self.keys.seqlen} ({digest(self.keys)})",
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
-            "ulysses_degree": strategy.ulysses_degree,
-            "cache_qkv": strategy.cache_qkv,
-            "circulate": strategy.circulate,
-            "chunks": strategy.chunks,
-            "gather_kv": strategy.gather_kv,
+            **{name: getattr(self.strategy, name) for name in _COMPARED},
         }
 
     @cached_property
@@ -133,7 +128,7 @@ class Schedule:
         """Return this rank's program for one pass; ``circulate`` is a name of ``CIRCULATIONS``."""
         key = circulate, direction, groups
         if key not in self.memo:
-            self.memo[key] = self.builder(self.work(circulate, direction, groups), self.rank).program()
+            self.memo[key] = Builder(self.work(circulate, direction, groups), self.rank).program()
         return self.memo[key]
 
     def work(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> PassSpec:

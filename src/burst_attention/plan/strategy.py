@@ -64,17 +64,15 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.layout != "auto":
             Layout(self.layout, 0, 1)  # raises if the name is unknown
-        if self.route != "auto" and self.route not in ROUTES:
-            raise ValueError(f"route={self.route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
-        if self.circulate != "auto" and self.circulate not in CIRCULATIONS:
-            raise ValueError(f"circulate={self.circulate!r} is unknown; choose one of auto, {', '.join(CIRCULATIONS)}")
+        for name, value, known in (("route", self.route, ROUTES), ("circulate", self.circulate, CIRCULATIONS)):
+            if value != "auto" and value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of auto, {', '.join(known)}")
         degree, chunks = self.ulysses_degree, self.chunks
         if degree not in ("auto", "all") and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1, 'all' or 'auto'")
-        if self.cache_qkv != "auto" and not isinstance(self.cache_qkv, bool):
-            raise ValueError(f"cache_qkv={self.cache_qkv!r} must be True, False or 'auto'")
-        if self.gather_kv != "auto" and not isinstance(self.gather_kv, bool):
-            raise ValueError(f"gather_kv={self.gather_kv!r} must be True, False or 'auto'")
+        for name, given in (("cache_qkv", self.cache_qkv), ("gather_kv", self.gather_kv)):
+            if given != "auto" and not isinstance(given, bool):
+                raise ValueError(f"{name}={given!r} must be True, False or 'auto'")
         if self.gather_kv is True and (self.route, self.circulate, degree) != ("direct", "key-value", 1):
             raise ValueError(
                 f"gather_kv=True needs route='direct', circulate='key-value' and ulysses_degree=1, not "
@@ -87,10 +85,13 @@ class Strategy:
 
     def __repr__(self) -> str:
         """Return the expression that makes this strategy, without ``auto`` fields."""
-        said = (
-            f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if getattr(self, each.name) != "auto"
-        )
-        return f"Strategy({', '.join(said)})"
+        return f"Strategy({', '.join(f'{name}={value!r}' for name, value in self.fixed.items())})"
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields that are not ``auto``."""
+        asked = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in asked.items() if value != "auto"}
 
     def over(self, world: int) -> Strategy:
         """Resolve ``all`` for a number of ranks."""
@@ -149,5 +150,4 @@ def _of_fields(given: str) -> Strategy:
 def text_of(strategy: Strategy) -> str:
     """Return the text that :func:`strategy_of` reads as this strategy: a name if it has one, otherwise its fields."""
     name = next((name for name, each in NAMED.items() if each == strategy), None)
-    asked = {each.name: getattr(strategy, each.name) for each in fields(Strategy)}
-    return name or ",".join(f"{key}={value}" for key, value in asked.items() if value != "auto")
+    return name or ",".join(f"{key}={value}" for key, value in strategy.fixed.items())

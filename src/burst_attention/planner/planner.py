@@ -164,11 +164,9 @@ class Planner:
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER and keys is None
-        given = [*cuts(layouts[0], known, strategy)] if even else None
-        asked = [given if layout.name == BALANCED else None for layout in layouts]
+        given = {BALANCED: [*cuts(layouts[0], known, strategy)]} if even else {}
         found = [
-            self.predict_for_links(each, known, ways, alike=alike, share=share)
-            for each, ways in zip(tried, asked, strict=True)
+            self.predict_for_links(each, known, given.get(each.layout.name), alike=alike, share=share) for each in tried
         ]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
@@ -305,8 +303,8 @@ class Planner:
         layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
         if world > MOST_ON_PAPER and keys is None:
             ranks, given = stand_in(given, world)
-            layout, mask = shortened(layout, mask, ranks)
-            planner = replace(planner, nodes=few_nodes(planner.nodes, ranks))
+            planner, smaller = self._over(schedule, ranks)
+            layout, mask = smaller.layout, smaller.mask
         circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
 
         def predicted() -> list[list[Prediction]]:

@@ -7,27 +7,11 @@ nodes. This library has measured no GPU preset; their figures are estimates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 from .rates import Link, Overhead, Rates, Speed
 
-
-class Node(NamedTuple):
-    """One kind of node: its kernels, and the links between its ranks."""
-
-    source: str
-    link: Link
-    half: Speed
-    single: Speed
-    double: Speed
-    overhead: Overhead
-
-
-class Network(NamedTuple):
-    """The network between nodes."""
-
-    source: str
-    link: Link
+Node = tuple[str, Link, Speed, Speed, Speed, Overhead]  # source; links between its ranks; half, single, double
 
 
 # Kernel rates for 2 and 4 bytes per element.
@@ -49,11 +33,11 @@ def _gpu(
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
     source = f"{device}: NVIDIA's data sheet ({wire} each way), arXiv {paper}; estimated"
     ports, double = Link(latency=latency, bytes_per_second=0.8 * link), Speed(forward=1e13, backward=8e12)
-    return Node(source, ports, *speeds, double, Overhead(fold=fold, **times))
+    return source, ports, *speeds, double, Overhead(fold=fold, **times)
 
 
 NODES: Mapping[str, Node] = {
-    "cpu": Node(
+    "cpu": (
         "measured by burst calibrate: a thread for each rank of an x86 CPU (avx512_bf16), torch 2.13, gloo",
         Link(latency=2e-4, bytes_per_second=1e9),
         Speed(forward=9e10, backward=1.35e11),
@@ -69,15 +53,15 @@ NODES: Mapping[str, Node] = {
 }
 
 _SAYS = "a port for each {}, nine tenths of it; estimated"
-NETWORKS: Mapping[str, Network] = {
-    "infiniband-400g": Network(
-        f"400 Gbit/s InfiniBand, {_SAYS.format('GPU')}", Link(latency=2.5e-5, bytes_per_second=4.5e10)
+NETWORKS: Mapping[str, tuple[str, Link]] = {
+    "infiniband-400g": (f"400 Gbit/s InfiniBand, {_SAYS.format('GPU')}", Link(latency=2.5e-5, bytes_per_second=4.5e10)),
+    "ethernet-100g": (
+        f"100 Gbit/s Ethernet, {_SAYS.format('node')}",
+        Link(latency=6e-5, bytes_per_second=1.12e10, shared=True),
     ),
-    "ethernet-100g": Network(
-        f"100 Gbit/s Ethernet, {_SAYS.format('node')}", Link(latency=6e-5, bytes_per_second=1.12e10, shared=True)
-    ),
-    "ethernet-25g": Network(
-        f"25 Gbit/s Ethernet, {_SAYS.format('node')}", Link(latency=8e-5, bytes_per_second=2.8e9, shared=True)
+    "ethernet-25g": (
+        f"25 Gbit/s Ethernet, {_SAYS.format('node')}",
+        Link(latency=8e-5, bytes_per_second=2.8e9, shared=True),
     ),
 }
 
@@ -91,11 +75,9 @@ def preset(name: str) -> Rates:
             f"rates={name!r} is no preset; choose one of {', '.join(NODES)}, with +{', +'.join(NETWORKS)} after it for "
             "the network between nodes; or pass a file of rates, or Rates"
         )
-    own, between = NODES[node]._asdict(), NETWORKS[network]
-    source, inside = (own.pop(each) for each in ("source", "link"))
-    return Rates(
-        name=f"{node}+{network}", source=f"{source}; {between.source}", inside=inside, across=between.link, **own
-    )
+    (source, inside, half, single, double, overhead), (other, across) = NODES[node], NETWORKS[network]
+    kernels: dict[str, Any] = {"half": half, "single": single, "double": double, "overhead": overhead}
+    return Rates(name=f"{node}+{network}", source=f"{source}; {other}", inside=inside, across=across, **kernels)
 
 
 def usual(device: str) -> Rates:

@@ -131,19 +131,14 @@ def extended(few: Timed, many: Timed, slices: tuple[int, int, int], circulate: s
     Work and bytes grow with the number of groups; with ``blocks`` bytes grow with its square root. Exposed time never
     falls below the larger world's.
     """
-    sides = [(isqrt(n) + n / isqrt(n)) / 2 for n in slices] if circulate == "blocks" else [float(n) for n in slices]
+    whole = [float(n) for n in slices]
+    sides = [(isqrt(n) + n / isqrt(n)) / 2 for n in slices] if circulate == "blocks" else whole
 
-    def at(axis: Sequence[float], name: str) -> float:
+    def at(name: str, axis: Sequence[float] = sides) -> float:
         a, b = getattr(few, name), getattr(many, name)
         return float(b + (axis[2] - axis[1]) * (b - a) / (axis[1] - axis[0]))
 
-    computing = at([float(n) for n in slices], "computing")
-    exposed = max(many.exposed, at(sides, "exposed"))
-    return Timed(
-        seconds=computing + exposed,
-        computing=computing,
-        visits=at(sides, "visits"),
-        launches=at([float(n) for n in slices], "launches"),
-        inside=round(max(0.0, at(sides, "inside"))),
-        across=round(max(0.0, at(sides, "across"))),
-    )
+    computing, launches = at("computing", whole), at("launches", whole)
+    sent = {name: round(max(0.0, at(name))) for name in ("inside", "across")}
+    seconds = computing + max(many.exposed, at("exposed"))
+    return Timed(seconds=seconds, computing=computing, visits=at("visits"), launches=launches, **sent)

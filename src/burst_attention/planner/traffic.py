@@ -103,21 +103,16 @@ class TrafficModel:
 
     def for_groups(self, groups: Groups) -> TrafficModel:
         """Return this model, or the model of the chunks if shards are sent in several chunks."""
-        if groups.chunk_count == self.chunks:
+        count = groups.chunk_count
+        if count == self.chunks:
             return self
-        if groups.chunk_count not in self._finer:
-            self._finer[groups.chunk_count] = TrafficModel(
-                self.layout, self.regions, keys=self.keys, chunks=groups.chunk_count
-            )
-        return self._finer[groups.chunk_count]
+        if count not in self._finer:
+            self._finer[count] = TrafficModel(self.layout, self.regions, keys=self.keys, chunks=count)
+        return self._finer[count]
 
     def owner(self, chunk: np.ndarray) -> np.ndarray:
         """Return the owner of a chunk's shard."""
         return chunk // self.chunks
-
-    def turn(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
-        """Return a chunk's place in the order of the exchange."""
-        return turn_of(chunk, self.chunks, direction)
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -205,28 +200,19 @@ class TrafficModel:
 
     def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
         """Return the steps at which pairs are computed, for each head group of :meth:`sampled`."""
-        fetched_before = groups.keep and direction is Direction.BACKWARD
-        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
-        group = self.sampled(groups)[:, None]
-        rank = groups.cache_owner(group, user)
-        arrives = {
-            side: np.maximum.reduce([groups.distance(x, rank, self.world, turn=turn) for x, turn in sources])
-            for side, sources in self._sources(groups, group, direction, fetched_before).items()
-        }
-        step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
-        return Steps(user, step, arrives[Side.QUERY] == step, arrives[Side.KEY] == step)
-
-    def _sources(
-        self, groups: Groups, group: np.ndarray, direction: Direction, fetched_before: bool
-    ) -> dict[Side, list[tuple[np.ndarray, np.ndarray]]]:
-        """Return, for each side of the cells, the ranks where its data starts, and its chunk's place in the order."""
         owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
-        i, j = zip(owners, (self.turn(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
-        if not fetched_before:
-            return {Side.QUERY: [i], Side.KEY: [j]}
-        kept_i, kept_j = (groups.cache_owner(group, groups.context(owner)) for owner in owners)
-        first = np.zeros(1, np.int64)
-        return {Side.QUERY: [i, (kept_i, first)], Side.KEY: [(kept_j, first)]}
+        user, group = inner(*map(groups.context, owners)), self.sampled(groups)[:, None]
+        rank = groups.cache_owner(group, user)
+        query, key = (
+            groups.distance(owner, rank, self.world, turn=turn_of(chunk, self.chunks, direction))
+            for owner, chunk in zip(owners, (self.pairs.i, self.pairs.j), strict=True)
+        )
+        if groups.keep and direction is Direction.BACKWARD:  # inputs start where they are cached
+            kept = [groups.cache_owner(group, groups.context(owner)) for owner in owners]
+            before = [groups.distance(source, rank, self.world) for source in kept]
+            query, key = np.maximum(query, before[0]), before[1]
+        step = np.maximum(query, key)
+        return Steps(user, step, query == step, key == step)
 
     def messages(
         self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
@@ -285,7 +271,7 @@ class _Side:
         self.lengths, self.world, self.chunks = traffic.lengths[side], traffic.world, traffic.chunks
         contexts = np.arange(self.world // groups.query)
         chunks = np.arange(traffic.parts)[:, None]
-        self.owner, self.turn, self.context = traffic.owner(chunks), traffic.turn(chunks, direction), contexts
+        self.owner, self.turn, self.context = traffic.owner(chunks), turn_of(chunks, self.chunks, direction), contexts
         self.home = groups.context(self.owner)
         self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)
         self.cache_owner = groups.cache_owner(np.arange(groups.query)[:, None, None], self.home)
