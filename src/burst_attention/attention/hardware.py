@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,11 +176,6 @@ def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
 def carries_gpus(group: Any) -> bool:
     """Return whether the group exchanges GPU tensors (by NCCL)."""
     return isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend_config(group))
-
-
-def digest_of_numbers(numbers: Sequence[int]) -> str:
-    """Return a short digest that is equal on two ranks if and only if the numbers are."""
-    return hashlib.blake2b(repr(list(numbers)).encode(), digest_size=8).hexdigest()
 
 
 def known_shape(call: CallShape) -> Shape | None:

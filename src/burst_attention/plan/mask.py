@@ -195,8 +195,7 @@ class Mask:
     @staticmethod
     def _borders(given: Any) -> tuple[int, ...]:
         try:
-            values = given.tolist() if hasattr(given, "tolist") else list(given)
-            values = list(values)
+            values = list(given.tolist() if hasattr(given, "tolist") else given)
         except TypeError:
             raise TypeError(f"cu_seqlens={given!r} must be a sequence of integers, the borders [0, ..., S]") from None
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)

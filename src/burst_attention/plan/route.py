@@ -115,9 +115,8 @@ class Route:
     ) -> Iterator[Edge]:
         """Yield the edges by which partial results return to ``key``'s owner; along a path, only those of ``rank``.
 
-        A partial computed at step v is sent in exchange v + ``groups.in_flight``, the first one that is posted after
-        it exists. A rank on a path first receives (step t), then adds its own partial, then sends (step t + 1 or
-        later).
+        A partial computed at step v is sent in exchange v + ``groups.in_flight``, the first one posted after it exists.
+        A rank on a path receives (step t), then adds its own partial, then sends (step t + 1 or later).
         ``finished``: a single rank computes the whole result.
         """
         away, later = self._by_distance(key, uses, groups, world), groups.in_flight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction, Side
@@ -24,22 +26,17 @@ def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
     chosen = planner.decide(schedule, shape)
     passes = planner.timed(schedule, shape, chosen.circulate, chosen.groups)
     rates, times = planner.rates, planner.times
-    seconds, exposed = (
-        sum(n * getattr(one, name) for n, one in zip(times, passes, strict=True)) for name in ("seconds", "exposed")
-    )
-    return "\n".join(
-        [
-            *asked,
-            f"chosen: {chosen.strategy(layout.name, schedule.route.name)!r}",
-            f"predicted: {seconds:.3g} s, of which {exposed:.3g} s are exchange that no computation hides"
-            + ", with the forward twice" * (times[0] > 1)
-            + ", without a backward" * (times[1] == 0),
-            *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
-            *_others(planner, schedule, shape, chosen),
-            f"rates: {rates.name} ({rates.source}){GUESSED if planner.guessed else ''}",
-            _retained(planner, schedule, shape, chosen.groups),
-        ]
-    )
+    seconds, exposed = (np.dot(times, [getattr(one, name) for one in passes]) for name in ("seconds", "exposed"))
+    often = ", with the forward twice" * (times[0] > 1) + ", without a backward" * (times[1] == 0)
+    said = [
+        f"chosen: {chosen.strategy(layout.name, schedule.route.name)!r}",
+        f"predicted: {seconds:.3g} s, of which {exposed:.3g} s are exchange that no computation hides{often}",
+        *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
+        *_others(planner, schedule, shape, chosen),
+        f"rates: {rates.name} ({rates.source}){GUESSED if planner.guessed else ''}",
+        _retained(planner, schedule, shape, chosen.groups),
+    ]
+    return "\n".join([*asked, *said])
 
 
 def _line(name: str, one: Timed) -> str:
@@ -76,10 +73,8 @@ def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidat
     best: dict[int, Prediction] = {}  # of each Ulysses degree
     for each in sorted(found, key=lambda each: (each.forward is None, each.seconds)):
         best.setdefault(each.candidate.groups.query, each)
-    ways = sorted(best.values(), key=lambda each: each.seconds)[:SHOWN]
-    return [f"alternatives, for one row of a batch: {'; '.join(map(_seconds, ways))}"] if ways else []
-
-
-def _seconds(each: Prediction) -> str:
-    least = "" if each.forward else "at least "
-    return f"{each.candidate}: {least}{each.seconds:.3g} s"
+    ways = [
+        f"{each.candidate}: {'' if each.forward else 'at least '}{each.seconds:.3g} s"
+        for each in sorted(best.values(), key=lambda each: each.seconds)[:SHOWN]
+    ]
+    return [f"alternatives, for one row of a batch: {'; '.join(ways)}"] if ways else []

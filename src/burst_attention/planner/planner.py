@@ -200,7 +200,7 @@ class Planner:
         groups = replace(groups, gather=schedule.strategy.gather_kv is True)
         ways = [*chunkings(schedule.layout, groups, self._open(schedule).chunks)]
         if len(ways) > 1:
-            return self._best(schedule, shape, ways).candidate
+            return self.choose_call(schedule, shape, ways).candidate
         return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
 
     def choose_circulation(self, schedule: Schedule, shape: Shape, groups: Groups = WHOLE) -> str:
@@ -215,13 +215,10 @@ class Planner:
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
             partial_bytes = shape.accumulate if schedule.route.ring else shape.partial
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)
-        return self._best(schedule, shape, [groups]).candidate.circulate
+        return self.choose_call(schedule, shape, [groups]).candidate.circulate
 
-    def choose_call(self, schedule: Schedule, shape: Shape) -> Prediction:
+    def choose_call(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> Prediction:
         """Return the fastest candidate over direct routes, for one row of a batch: a compiler may not know its size."""
-        return self._best(schedule, shape, None)
-
-    def _best(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None) -> Prediction:
         found = self.predict_for_links(schedule, shape, given)
         return found[0][least_regret(found)]
 

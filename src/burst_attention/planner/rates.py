@@ -71,10 +71,7 @@ class Rates:
     measured_on: MeasuredOn | None = None  # None: not by ``burst calibrate``, or by one before 0.3
 
     def slowed(self, part: float) -> Rates:
-        """Return these rates with the network's bytes per second multiplied by ``part``.
-
-        Links inside a node keep their rate. They are the machine's own and vary little between machines.
-        """
+        """Return these rates with the network's bytes per second times ``part``; links inside a node vary little."""
         return replace(self, across=replace(self.across, bytes_per_second=part * self.across.bytes_per_second))
 
     def speed(self, itemsize: int) -> Speed:
@@ -88,10 +85,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
-        """Check values and return them as rates.
-
-        Raise ValueError if a figure is missing, unknown or out of range, or if UTF-8 can't encode a text.
-        """
+        """Return values as rates. Raise ValueError if one is missing, unknown, out of range, or a text not in UTF-8."""
         given = values.get("measured_on") if isinstance(values, Mapping) else None
         _check_names({**values, "measured_on": given} if isinstance(values, Mapping) else values, cls, "the rates")
         parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}

@@ -217,11 +217,10 @@ class Timed:
 
 
 def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1, in_flight: int = IN_FLIGHT) -> Timed:
-    """Simulate a pass of all ranks together.
+    """Simulate a pass of all ranks together; ``in_flight`` exchanges may be posted and not yet waited for.
 
     Of ``calls`` equal calls in a row, each posts its first exchange before its predecessor computes, and waits for its
-    last one after its successor has begun. These waits occur once, as far as other work can fill them. ``in_flight``:
-    how many exchanges may be posted and not yet waited for.
+    last one after its successor has begun. These waits occur once, as far as other work can fill them.
     """
     world = len(wire.nodes)
     ends, computed, outer = _run(messages, work.seconds, wire, in_flight)
