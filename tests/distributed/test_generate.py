@@ -575,7 +575,7 @@ def test_a_decoding_step_costs_little_more_than_transformers():
     alone("llama", ids_of(80), "sdpa", max_new_tokens=NEW, streamer=stock)
     over_ranks("llama", 1, lambda *both: generate(*both, ids_of(80), max_new_tokens=NEW, streamer=ours))
     assert 0 < ours.operators <= 1.1 * stock.operators, (ours.operators, stock.operators)
-    assert 0 < ours.calls <= 1.6 * stock.calls, (ours.calls, stock.calls)
+    assert 0 < ours.calls <= 1.35 * stock.calls, (ours.calls, stock.calls)
 
 
 def test_a_decoding_step_sends_one_message_a_layer_and_one_to_agree(monkeypatch):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..comm.transport import Transport
 from ..kernels import choose
 from ..kernels.contract import Kernel, accumulation_dtype, blank_output, converted, merge_
+from ..kernels.stock import Stock
 from ..plan.tile import Tiles
 from .passes import with_sinks
 
@@ -31,6 +31,7 @@ class Seen:
     rows: slice
     keys: slice
     tiles: Tiles
+    whole: bool = False  # whether every query sees every key
 
 
 def attend_dealt(
@@ -51,17 +52,23 @@ def attend_dealt(
     Returns [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks don't
     compare their arguments: the caller agrees on a whole step of the model before.
     """
-    with transport.health.failing(label):
-        dims = q.shape[3], v.shape[3]
-        kernel = choose("auto", device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
-        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-        device = q.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    try:  # not by a context manager: this runs in each layer for each token
+        dims, device = (q.shape[3], v.shape[3]), q.device
+        kernel = choose("auto", device=device, dtype=q.dtype, head_dims=dims, softcap=softcap)
+        scale = 1 / math.sqrt(dims[0]) if scale is None else float(scale)
+        if torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):
+                out, lse = _partial(q, k, v, seen, kernel, scale)
+        else:
             out, lse = _partial(q, k, v, seen, kernel, scale)
+    except BaseException as error:
+        transport.health.fail(label, error)
+        raise
     if transport.world > 1:
         out, lse = _merged(torch.cat([out, lse.unsqueeze(-1)], -1), transport, label)
-    out, _ = with_sinks(out, lse, sinks)
-    return out.to(q.dtype)
+    if sinks is not None:
+        out, _ = with_sinks(out, lse, sinks)
+    return out if out.dtype == q.dtype else out.to(q.dtype)
 
 
 def dealt_bytes(*, world: int, batch: int, queries: int, q_heads: int, v_head_dim: int, dtype: torch.dtype) -> int:
@@ -74,11 +81,14 @@ def _partial(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out, lse)."""
     dtype = accumulation_dtype(q.dtype)
-    if len(seen) == 1 and seen[0].rows == slice(0, len(q)):
-        at = seen[0].keys
-        if at != slice(0, k.shape[2]):
-            k, v = k[:, :, at], v[:, :, at]
-        out, lse = kernel.forward(q, k, v, seen[0].tiles, scale)
+    if len(seen) == 1 and seen[0].rows == slice(0, q.shape[0]):
+        only = seen[0]
+        if only.keys != slice(0, k.shape[2]):
+            k, v = k[:, :, only.keys], v[:, :, only.keys]
+        if only.whole and isinstance(kernel, Stock):
+            out, lse = kernel.forward_whole(q, k, v, scale)
+        else:
+            out, lse = kernel.forward(q, k, v, only.tiles, scale)
         return converted(out, dtype), lse
     out, lse = blank_output(q, v, q.shape[2], dtype)
     for each in seen:

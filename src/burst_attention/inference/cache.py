@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -315,15 +315,13 @@ class ShardedCache(DealtCache):
             yield
         self.prefill_sent += plan.transport.sent - before
 
-    @contextmanager
-    def stepping(self, count: int, padding: Tensor) -> Iterator[Step]:
+    def stepping(self, count: int, padding: Tensor) -> AbstractContextManager[Step]:
         """Take ``count`` tokens that every rank computes inside this context, each rank its own pages of them."""
         first, stop = self.length, self.length + count
         if not first:  # without a prefill, padding stays in front
             self.holes = [(0, n) for n in padding.tolist()]
         own = own_slots(first, stop, self.transport.rank, self.transport.world)
-        with self._fill(_Filling(None, own, first, stop)):
-            yield Step(self._attend)
+        return self._fill(_Filling(None, own, first, stop), Step(self._attend))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -350,10 +348,10 @@ class ShardedCache(DealtCache):
         return key_states, value_states
 
     @contextmanager
-    def _fill(self, filling: _Filling) -> Iterator[None]:
+    def _fill(self, filling: _Filling, step: Any = None) -> Iterator[Any]:
         self._filling = filling
         try:
-            yield
+            yield step
         except BaseException as error:
             self.failure = f"{type(error).__name__} while {filling.stop - filling.first} tokens were computed"
             raise

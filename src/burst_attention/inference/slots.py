@@ -25,11 +25,12 @@ class Held:
 
     def __init__(self, ranges: Sequence[range] = ()) -> None:
         self.ranges: list[range] = []
+        self._count = 0
         for each in ranges:
             self.append(each)
 
     def __len__(self) -> int:
-        return sum(map(len, self.ranges))
+        return self._count
 
     def append(self, slots: range) -> None:
         """Add slots behind all others; ranges that continue each other are joined."""
@@ -38,6 +39,7 @@ class Held:
             return
         if last is not None and slots[0] <= last[-1]:
             raise ValueError(f"slots {slots} are not behind {last}")
+        self._count += len(slots)
         joins = last is not None and last.step == slots.step == 1 and last.stop == slots.start
         if last is not None and joins:
             self.ranges[-1] = range(last.start, slots.stop)
@@ -60,7 +62,7 @@ class Held:
             gone = min(count, len(each))
             count -= gone
             left += [each[gone:]] if gone < len(each) else []
-        self.ranges = left
+        self.ranges, self._count = left, sum(map(len, left))
 
 
 def ranges_of(slots: np.ndarray) -> list[range]:
@@ -124,13 +126,14 @@ def _of_rows(rows: slice, held: Held, queries: range, reach: Reach, hole: Hole) 
         if len(spans) == 1:  # a decoding step: one tile, without numpy's detours
             start, stop = spans[0]
             if stop > start:
-                yield Seen(rows, slice(start, stop), Tiles(np.array([_full(0, 1, 0, stop - start)], np.int64)))
+                tiles = Tiles(np.array([_full(0, 1, 0, stop - start)], np.int64))
+                yield Seen(rows, slice(start, stop), tiles, whole=True)
             continue
-        tiles = _tiles(spans)
-        if len(tiles):
-            start, stop = int(tiles[:, 2].min()), int(tiles[:, 3].max())
-            tiles[:, 2:4] -= start
-            yield Seen(rows, slice(start, stop), Tiles(tiles))
+        table = _tiles(spans)
+        if len(table):
+            start, stop = int(table[:, 2].min()), int(table[:, 3].max())
+            table[:, 2:4] -= start
+            yield Seen(rows, slice(start, stop), Tiles(table))
 
 
 def _tiles(spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -116,6 +116,11 @@ class Aten(Stock[Piece]):
     def launches(self, tiles: Tiles) -> Iterable[Piece]:
         return split_into_pieces(tiles)
 
+    def forward_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        if self.upcast or q.shape[3] % self.ops.multiple or q.shape[3] != v.shape[3]:
+            return super().forward_whole(q, k, v, scale)
+        return self.ops.forward(q, k, v, MaskAndScale(None, False, scale))  # each layer calls it for each token
+
     def leaves_rows_blind(self, launch: Piece) -> bool:
         return bool(launch.masked)
 
@@ -224,7 +229,7 @@ class CpuFlash(AtenOps):
         return torch.float32 if slow else dtype
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops looks its overloads up in Python
             q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
         return out, lse

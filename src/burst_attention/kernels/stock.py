@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,7 +210,7 @@ class Stock(ABC, Generic[Launch]):
         q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.ops.multiple)
         if len(launches) == 1 and _covers(launches[0], q, k) and not self.leaves_rows_blind(launches[0]):
             out, lse = self.run_forward(launches[0], q, k, v, scale)
-            return out[..., :value_dim], lse
+            return (out if out.shape[-1] == value_dim else out[..., :value_dim]), lse
         out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
         reached = 0  # rows before this one may have results
         for launch in launches:
@@ -218,6 +219,11 @@ class Stock(ABC, Generic[Launch]):
             fold(out[:, :, rows], lse[:, :, rows], *self.run_forward(launch, q, k, v, scale))
             reached = max(reached, rows.stop)
         return out[..., :value_dim], lse
+
+    def forward_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute what :meth:`forward` does if every row sees every column."""
+        rows, columns = q.shape[2], k.shape[2]
+        return self.forward(q, k, v, Tiles(np.array([(0, rows, 0, columns, 1 - columns, rows - 1)])), scale)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Run the launches and add up their (dq, dk, dv)."""

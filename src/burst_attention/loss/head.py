@@ -153,11 +153,11 @@ class Head:
         """Return all but the weight, as keyword arguments for the functions of :mod:`burst_attention.loss`."""
         return {"bias": self.bias, "factor": self.form.factor, "softcap": self.form.softcap}
 
-    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return all logits [..., V] of hidden [..., E], in its dtype and without a gradient."""
-        logits = self.form.apply_(F.linear(hidden, self.weight, self.bias))
-        return logits if self.part is None else self.part.whole(logits)
+        with torch.no_grad():
+            logits = self.form.apply_(F.linear(hidden, self.weight, self.bias))
+            return logits if self.part is None else self.part.whole(logits)
 
     def differentiable_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return all logits [..., V] with a gradient; each rank of the head's axis computes the same loss of them."""

@@ -47,6 +47,8 @@ _REMEDIES = {
 
 def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments that are not None, by name."""
+    if not args:
+        return {name: value for name, value in kwargs.items() if value is not None}
     kind = type(model).__name__
     names = [*stub_forward.parameters_of(model.stock_class.forward)]
     if len(args) > len(names):

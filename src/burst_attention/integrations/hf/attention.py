@@ -16,7 +16,7 @@ from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import checks, converted, models, parts
+from . import cached, checks, converted, models, parts
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
 from .known import KEEP_POSITIONS
@@ -160,9 +160,10 @@ def _request_mask(
     *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> MaskRequest | None:
     """Describe the mask instead of building it; transformers calls this. None means plain causal."""
-    model = models.running_model()
-    if model is not None and not hasattr(model, "_burst"):  # hf.parallelize has checked it
-        parts.check_attention_is_ours(model)
+    if torch.compiler.is_compiling() or not cached.is_running():
+        model = models.running_model()
+        if model is not None and not hasattr(model, "_burst"):  # hf.parallelize has checked it
+            parts.check_attention_is_ours(model)
     causal, window, chunk, foreign = False, None, None, []
     together, beyond, found = None, False, list(_mask_parts(mask_function))
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens

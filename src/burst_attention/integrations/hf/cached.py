@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class Fit:
     limits: tuple[int | None, int | None]  # tokens of its vocabulary, positions
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # made for each token; a frozen one takes longer
 class _CachedCall:
     """A call that all ranks have agreed on."""
 
@@ -126,7 +127,7 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
     """
     call, logits = _agreed(model, args, kwargs, weights), torch.empty(0)
     count = call.ids.shape[1]
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
         for start, stop in itertools.pairwise(_stops(done, count)):
             logits = _step(model, call, start, stop)
@@ -142,23 +143,34 @@ def digest_text(values: Any) -> str:
 def _agreed(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
 ) -> _CachedCall:
+    meeting = model._burst.meeting
+    if meeting.alone:
+        return _checked(model, args, kwargs, weights)
+    with meeting.entering("the model with a cache"):
+        call = _checked(model, args, kwargs, weights)
+        fields = _fields(call)
+    meeting.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
+    return call
+
+
+def _checked(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
+) -> _CachedCall:
+    """Return the call after this rank's checks."""
     state = model._burst
-    with state.meeting.entering("the model with a cache"):
-        given = arguments.named(model, args, kwargs)
-        cache: Any = given["past_key_values"]
-        _check_keywords(given)
-        fit = state.fit
-        if fit is None or fit.cache is not cache:
-            fit = _fit(model, cache, weights)
-            state.fit = fit if state.keeps_fit else None
-        past = cache.get_seq_length()
-        ids = _prompt(fit.limits, given.get("input_ids"), given, past)
-        call = _call_of(given, fit, ids, past)
-        cache.check_batch(call.padding)
-        cache.move(ids.device)
-        _check_positions(call, given.get("position_ids"))
-        fields = {} if state.meeting.alone else _fields(call)
-    state.meeting.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
+    given = arguments.named(model, args, kwargs)
+    cache: Any = given["past_key_values"]
+    _check_keywords(given)
+    fit = state.fit
+    if fit is None or fit.cache is not cache:
+        fit = _fit(model, cache, weights)
+        state.fit = fit if state.keeps_fit else None
+    past = cache.get_seq_length()
+    ids = _prompt(fit.limits, given.get("input_ids"), given, past)
+    call = _call_of(given, fit, ids, past)
+    cache.check_batch(call.padding)
+    cache.move(ids.device)
+    _check_positions(call, given.get("position_ids"))
     return call
 
 
@@ -185,12 +197,14 @@ def _limits(model: Any) -> tuple[int | None, int | None]:
 
 
 def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _CachedCall:
-    mask = _padding_mask(given, past, ids)
-    padding = torch.zeros(len(ids), dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
-    places = torch.arange(past, past + ids.shape[1], device="cpu").expand(len(ids), -1)
-    places = places if mask is None else places - padding[:, None]
-    keep = _kept(given, ids.shape[1])
-    return _CachedCall(fit, fit.cache, ids, mask, padding, places.to(ids.device), past, keep)
+    mask, (rows, count) = _padding_mask(given, past, ids), ids.shape
+    padding = torch.zeros(rows, dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
+    if count == 1 and mask is None:
+        places = torch.full((rows, 1), past, device=ids.device)
+    else:
+        places = torch.arange(past, past + count, device="cpu").expand(rows, -1)
+        places = (places if mask is None else places - padding[:, None]).to(ids.device)
+    return _CachedCall(fit, fit.cache, ids, mask, padding, places, past, _kept(given, count))
 
 
 def _fields(call: _CachedCall) -> dict[str, Any]:
@@ -266,8 +280,16 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
     given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": fit.cache, "use_cache": True}
-    with converted.handing(fit.takers, plan):
+    with converted.handing(fit.takers, plan) if fit.takers else nullcontext():
         return stub_forward.run_body(fit.body, **given)
+
+
+def is_running() -> bool:
+    """Return whether this thread runs a body with a cache, whose attention the first token of a ``generate`` checks."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _run.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _check_model(model: Any) -> None:
