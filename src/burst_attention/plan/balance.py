@@ -153,7 +153,7 @@ class _Documents:
         yield placed
 
     def _placed(self, few: int, share: float) -> _Placed | None:
-        """Place each document on one rank, on up to ``few`` with ``share`` of the room of each, or on all."""
+        """Place each document on one rank, on up to ``few`` by ``share`` of their room, or all; None without room."""
         placed = _Placed(self.seqlen, self.world, sum(self.work))
         first = 0  # the next rank to get an extra token
         loads = [(0.0, rank) for rank in range(self.world)]

@@ -85,10 +85,10 @@ class Strategy:
 
     def __repr__(self) -> str:
         """Return the expression that makes this strategy, without ``auto`` fields."""
-        return f"Strategy({', '.join(f'{name}={value!r}' for name, value in self.fixed.items())})"
+        return f"Strategy({', '.join(f'{name}={value!r}' for name, value in self._fixed.items())})"
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def _fixed(self) -> dict[str, Any]:
         """The fields that are not ``auto``."""
         asked = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in asked.items() if value != "auto"}
@@ -150,4 +150,4 @@ def _of_fields(given: str) -> Strategy:
 def text_of(strategy: Strategy) -> str:
     """Return the text that :func:`strategy_of` reads as this strategy: a name if it has one, otherwise its fields."""
     name = next((name for name, each in NAMED.items() if each == strategy), None)
-    return name or ",".join(f"{key}={value}" for key, value in strategy.fixed.items())
+    return name or ",".join(f"{key}={value}" for key, value in strategy._fixed.items())
