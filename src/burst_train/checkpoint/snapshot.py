@@ -191,7 +191,7 @@ def _difference(config: TrainConfig, name: str, value: object, held: object) -> 
         )
     return (
         f"{flag(name)} {value} differs from the checkpoint {STATE}, which has {held}; "
-        "omit the flag to resume, or start a new run in another --out"
+        f"omit the flag to resume, or start a new run: in another --out, or here after you remove {config.run.out}"
     )
 
 
