@@ -50,7 +50,8 @@ class Arguments:
     """
 
     strategies: Annotated[tuple[str, ...], distinct] = EVERY
-    """Strategies, as for burst train. single runs on one rank only: give --worlds 1."""
+    """Strategies, as for burst train. STRATEGY/tp:N adds tensor parallelism over N neighbours (train, prefill).
+    single runs on one rank only: give --worlds 1."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the whole sequence."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
@@ -79,14 +80,14 @@ class Arguments:
         Raises:
             ValueError: An argument, or a combination of them, is invalid.
         """
-        from burst_train.parallel import choose
+        from .harness.subjects import shared
 
         check_settings(self)
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         for spec in self.strategies:
             try:
-                choose(spec)
+                shared(spec)
             except ValueError as error:
                 raise ValueError(f"--strategies {spec!r}: {error}") from None
         shortest, most = min(self.seq_lens), max(self.ranks())

@@ -37,6 +37,7 @@ class SequenceParallelism:
         attend: the attention over shards.
         strategy, remat: as for :func:`burst_attention.make_plan`.
         attention_chunks: the number of chunks of heads, each an attention call.
+        tensor_parallel: how many ranks share the same tokens, and cut the heads.
         posts: whether activations use the plan's transport.
     """
 
@@ -45,6 +46,7 @@ class SequenceParallelism:
     attend: Attend = burst_attention
     remat: Remat = "none"
     attention_chunks: int = 1
+    tensor_parallel: int = 1
     posts: bool = True
 
     @property

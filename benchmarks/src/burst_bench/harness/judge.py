@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_attention.testing.check import relative_l2
-from burst_train.parallel import choose
 from burst_train.step.model import quieten_transformers
 
 from .calls import errors_over_ranks, reference
-from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, whole_logits
+from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, shared, whole_logits
 from .trace import Trace
 from .workload import Workload, random_qkv
 
@@ -32,7 +31,7 @@ def judge(workload: Workload) -> dict[str, tuple[float, float]]:
     figures. ``seq_len`` must be short enough for fp64.
     """
     quieten_transformers()
-    able = [spec for spec in workload.strategies if refusal(workload, choose(spec)) is None]
+    able = [spec for spec in workload.strategies if refusal(workload, shared(spec)) is None]
     if workload.task == "attention":
         exact, by_name = reference(workload, dense=True)
         stock = list(by_name.values())
@@ -102,14 +101,14 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Ten
 
 
 def _attention_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(workload, choose(spec), Trace())
+    subject = make_subject(workload, shared(spec), Trace())
     assert isinstance(subject, AttentionSubject)
     subject.run()
     return errors_over_ranks(subject.results, [subject.plan.shard(whole, 2) for whole in exact])
 
 
 def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(workload, choose(spec), Trace())
+    subject = make_subject(workload, shared(spec), Trace())
     assert isinstance(subject, ModelSubject)
     return _errors(_gradients_or_logits(subject), exact)
 
@@ -117,7 +116,7 @@ def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[fl
 def _reference(workload: Workload, dtype: str) -> list[Tensor]:
     """Return the results of a single rank in ``dtype``; every rank computes the same."""
     alone = workload.at(workload.seq_len, dtype=dtype)
-    return _gradients_or_logits(ModelSubject(alone, choose("single"), Trace(), groups=dist.get_world_size()))
+    return _gradients_or_logits(ModelSubject(alone, shared("single"), Trace(), groups=dist.get_world_size()))
 
 
 def _gradients_or_logits(subject: ModelSubject) -> list[Tensor]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from burst_train.parallel import Parallelism, choose
+from burst_train.parallel import Parallelism
 
 from ..cluster.namespaces import interface_bytes
 from .judge import sampled_error
 from .memory import give_back, peak_during, resident
 from .results import Span
-from .subjects import Fingerprint, Subject, make_subject, refusal
+from .subjects import Fingerprint, Subject, make_subject, refusal, shared
 from .trace import Collectives, Trace
 from .turns import seconds_of, take_turns
 from .workload import Workload
@@ -42,14 +42,14 @@ class Measurement:
 
 def measure(workload: Workload) -> list[Measurement]:
     """Measure every strategy of ``workload`` on this rank; all ranks must call it."""
-    measured = [Measurement(spec, refused=refusal(workload, choose(spec))) for spec in workload.strategies]
-    able = [(own, choose(own.strategy)) for own in measured if own.refused is None]
+    measured = [Measurement(spec, refused=refusal(workload, shared(spec))) for spec in workload.strategies]
+    able = [(own, shared(own.strategy)) for own in measured if own.refused is None]
     if workload.resources:
         # Libraries allocate memory on first use. A short call of each strategy keeps it out of the figures.
         short = workload.at(min(workload.seq_len, 32 * dist.get_world_size()))
         for at in (short, workload):
-            for own, shared in able:
-                _measure_resources(at, own, shared)
+            for own, parallelism in able:
+                _measure_resources(at, own, parallelism)
     if workload.rounds:
         _measure_time(workload, able)
     return measured
@@ -59,7 +59,7 @@ def _measure_resources(workload: Workload, own: Measurement, parallelism: Parall
     """Run one strategy alone, and record its peak memory, its bytes, its fingerprints and its error against fp64."""
     give_back()
     before, trace = resident(), Trace()
-    collectives = Collectives(trace, dist.get_world_size())
+    collectives = Collectives(trace)
     dist.barrier()
     start = time.perf_counter()
     subject, peak = peak_during(lambda: _run_once(workload, parallelism, trace, collectives))
@@ -83,7 +83,7 @@ def _run_once(workload: Workload, parallelism: Parallelism, trace: Trace, collec
 def _measure_time(workload: Workload, able: list[tuple[Measurement, Parallelism]]) -> None:
     """Time all strategies in turns, round by round; then record a timeline of one more call, if requested."""
     trace = Trace()
-    subjects = [(own, make_subject(workload, shared, trace)) for own, shared in able]
+    subjects = [(own, make_subject(workload, parallelism, trace)) for own, parallelism in able]
     for _, subject in subjects:
         subject.warm_up()
     turns = take_turns([partial(_one_round, workload, subject) for _, subject in subjects], workload.rounds)
@@ -92,7 +92,7 @@ def _measure_time(workload: Workload, able: list[tuple[Measurement, Parallelism]
     for own, subject in subjects if workload.timeline else []:
         dist.barrier()
         trace.clear()
-        with Collectives(trace, dist.get_world_size()):
+        with Collectives(trace):
             subject.run()
         own.spans = trace.finish()
     for own, subject in subjects:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
-from burst_attention.launch.join import CONTEXT, make_mesh
+from burst_attention.launch.join import CONTEXT, TENSOR, make_mesh
 from burst_attention.plan.rows import Direction
-from burst_train.parallel import Parallelism, SequenceParallelism
+from burst_train.parallel import Parallelism, SequenceParallelism, choose
 from burst_train.parallel.whole import whole_attention
 from burst_train.step.model import build_model
 
@@ -34,10 +35,35 @@ class Fingerprint(NamedTuple):
     size: float
 
 
+def shared(spec: str) -> Parallelism:
+    """Return how ranks share a sequence: a strategy, or ``STRATEGY/tp:N``, by which N neighbours share their tokens.
+
+    Raises:
+        ValueError: There is no such strategy, or it has no tensor parallelism.
+    """
+    name, _, cut = spec.partition("/tp:")
+    parallelism = choose(name)
+    if not cut:
+        return parallelism
+    if not cut.isdecimal() or int(cut) < 1 or not isinstance(parallelism, SequenceParallelism) or parallelism.alone:
+        raise ValueError(f"{spec}: give a strategy of burst attention and a number of ranks, such as auto/tp:2")
+    return replace(parallelism, name=spec, tensor_parallel=int(cut))
+
+
+def _cut(parallelism: Parallelism) -> int:
+    """Return how many ranks share their tokens and cut the layers."""
+    return getattr(parallelism, "tensor_parallel", 1)
+
+
 def refusal(workload: Workload, parallelism: Parallelism) -> str | None:
     """Return why ``parallelism`` can't run ``workload`` over these ranks; None if it can."""
+    world, cut = dist.get_world_size(), _cut(parallelism)
+    if world % cut or workload.kv_heads % cut:
+        return f"tp:{cut} must divide the {world} ranks and the {workload.kv_heads} key-value heads"
+    if cut > 1 and workload.task == "attention":
+        return f"--strategies {parallelism.name} cuts layers, not attention alone; compare it in train or prefill"
     try:
-        parallelism.check(workload.sizes, workload.seq_len, dist.get_world_size())
+        parallelism.check(workload.sizes.of_rank(cut), workload.seq_len, world // cut)
     except ValueError as error:
         return str(error)
     if workload.task == "attention" and not parallelism.posts:
@@ -49,15 +75,18 @@ def refusal(workload: Workload, parallelism: Parallelism) -> str | None:
 
 def planned(parallelism: Parallelism, workload: Workload, group: Any) -> Plan:
     """Return the strategy's plan for the workload."""
-    sizes = {"heads": workload.sizes, "dtype": workload.torch_dtype}
-    return parallelism.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=workload.rates, **sizes)
+    sizes = {"heads": workload.sizes.of_rank(_cut(parallelism)), "dtype": workload.torch_dtype}
+    rates: Any = workload.rates  # groups of one tensor-parallel axis must choose alike, so they don't measure
+    rates = "preset" if rates is None and _cut(parallelism) > 1 else rates
+    return parallelism.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=rates, **sizes)
 
 
 def in_words(parallelism: Parallelism, plan: Plan, workload: Workload) -> str | None:
     """Describe what was chosen by ``auto``: layout, Ulysses degree and what circulates; None for other strategies."""
-    if not isinstance(parallelism, SequenceParallelism) or parallelism.name != "auto" or plan.world == 1:
+    automatic = parallelism.name.partition("/")[0] == "auto"
+    if not isinstance(parallelism, SequenceParallelism) or not automatic or plan.world == 1:
         return None
-    sizes = workload.sizes
+    sizes = workload.sizes.of_rank(_cut(parallelism))
     heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
     shape = shape_of(workload.torch_dtype, batch=1, **heads)
     return f"{plan.layout}, {plan.planner.decide(plan.schedule, shape)}"
@@ -127,14 +156,14 @@ class ModelSubject:
 
     def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace, *, groups: int = 1) -> None:
         self.groups = groups
-        self._parallelism, self._trace, self._mesh, everyone = parallelism, trace, *_meshes(groups)
+        self._parallelism, self._trace, self._mesh, everyone = parallelism, trace, *_meshes(groups, _cut(parallelism))
         options = {"dtype": workload.torch_dtype, "mesh": self._mesh, "everyone": everyone, "seed": workload.seed}
+        options["tensor"] = self._mesh[TENSOR] if _cut(parallelism) > 1 else None
         self.model = build_model("tiny", llama_config(workload), parallelism, **options)
         self._take(workload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
-        sent = parallelism.sent(
-            [self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype
-        )
+        sizes = workload.sizes.of_rank(_cut(parallelism))
+        sent = parallelism.sent([self.plans[None]] * workload.layers, sizes, batch=1, dtype=workload.torch_dtype)
         self.predicted = sum(sent) if workload.task == "train" else sent[0]
         self.chosen = in_words(parallelism, self.plans[None], workload)
         self._loss = 0.0
@@ -196,9 +225,10 @@ def make_subject(workload: Workload, parallelism: Parallelism, trace: Trace) -> 
 
 
 @cache
-def _meshes(groups: int) -> tuple[DeviceMesh, DeviceMesh]:
+def _meshes(groups: int, cut: int) -> tuple[DeviceMesh, DeviceMesh]:
     """Return meshes of this job's ranks, made once because each opens sockets; all strategies share them."""
-    return make_mesh("cpu", data_parallel=groups), init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh("cpu", data_parallel=groups, tensor_parallel=cut)
+    return mesh, init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def random_ids(workload: Workload) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,9 +93,9 @@ class Collectives(TorchDispatchMode):
     # Payload sent by each of W ranks, divided by (W - 1) / W times the larger of the collective's input and output.
     FACTORS: ClassVar = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
-    def __init__(self, trace: Trace, world: int) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
-        self.trace, self.world = trace, world
+        self.trace = trace
         self.activations = self.parameters = 0
         self._started: dict[int, tuple[float, str]] = {}
 
@@ -112,12 +113,12 @@ class Collectives(TorchDispatchMode):
             self.trace.add("wait", start, end, label)
             self.trace.add("exchange", posted, end, label)
         elif name in self.FACTORS:
-            self._count(name, args[0], result)
+            self._count(name, args[0], result, _resolve_process_group(args[-1]).size())
             self._started[result.data_ptr()] = (start, name)
         return result
 
-    def _count(self, name: str, given: Tensor, result: Tensor) -> None:
-        size = max(given.nbytes, result.nbytes) * (self.world - 1) // self.world * self.FACTORS[name]
+    def _count(self, name: str, given: Tensor, result: Tensor, world: int) -> None:
+        size = max(given.nbytes, result.nbytes) * (world - 1) // world * self.FACTORS[name]
         if given.ndim > 2:
             self.activations += size
         else:
