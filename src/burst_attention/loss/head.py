@@ -163,7 +163,7 @@ class Head:
         """Return all logits [..., V] with a gradient; each rank of the head's axis computes the same loss of them."""
         if self.part is None:
             return self.form.apply(F.linear(hidden, self.weight, self.bias))
-        own = F.linear(SummedGradient.apply(hidden, self.part.group), self.weight, self.bias)
+        own = F.linear(SummedGradient.apply(hidden, self.part.group, True), self.weight, self.bias)
         return self.form.apply(_Whole.apply(own, self.part))
 
     def chunk(self, hidden: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -176,21 +176,24 @@ class Head:
 
 
 class SummedGradient(torch.autograd.Function):
-    """Return a tensor unchanged; sum its gradient over a group. Each rank computes a part of what follows from it."""
+    """Return a tensor unchanged; sum its gradient over a group. Each rank computes a part of what follows from it.
+
+    ``exact``: sum in fp32 at least, and round once; else in the gradient's dtype, in as few bytes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, exact: bool) -> torch.Tensor:
         """Return ``x``."""
-        ctx.group = group
+        ctx.group, ctx.exact = group, exact
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum over the group, in at least fp32. A copy is summed: others may hold the given gradient."""
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        total = grad.to(wide, memory_format=torch.contiguous_format, copy=True)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the sum over the group. A copy is summed: others may hold the given gradient."""
+        dtype = torch.float32 if ctx.exact and grad.dtype != torch.float64 else grad.dtype
+        total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
         dist.all_reduce(total, group=ctx.group)
-        return total.to(grad.dtype), None
+        return total.to(grad.dtype), None, None
 
 
 class _Whole(torch.autograd.Function):

@@ -7,12 +7,13 @@ Megatron-LM, arXiv 1909.08053). We apply both to a model that is loaded already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -67,12 +68,65 @@ class _SummedWeights(styles.TensorParallelLayer):
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
         """Use the weights through a function that sums their gradients."""
-        own = dict(module.named_parameters(recurse=False))
-        module._parameters.update({name: SummedGradient.apply(x, mesh.get_group()) for name, x in own.items()})
+        own, group = dict(module.named_parameters(recurse=False)), mesh.get_group()
+        module._parameters.update({name: SummedGradient.apply(x, group, True) for name, x in own.items()})
         try:
             yield
         finally:
             module._parameters.update(own)
+
+
+class _Columns(styles.ColwiseParallel):
+    """A linear layer's columns. The gradient of its input is a part, which :func:`_sum_inputs` sums once for all.
+
+    transformers' own code sums it for each of q, k and v, and for gate and up: seven sums a layer in place of four.
+    """
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        """Replace the forward by one on this rank's part."""
+
+        def forward(x: Tensor) -> Tensor:
+            return F.linear(x, _part(module.weight), _part(module.bias))
+
+        module.forward = forward
+        return module
+
+
+class _Rows(styles.RowwiseParallel):
+    """A linear layer's rows, whose products the ranks sum. The bias is added once."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        """Replace the forward by one on this rank's part."""
+        group = mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            out = _Summed.apply(F.linear(x, _part(module.weight)), group)
+            return out if module.bias is None else out + _part(module.bias)
+
+        module.forward = forward
+        return module
+
+
+def _part(weight: Any) -> Any:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
+    """Sum the gradient of a module's input, of which each rank computes a part.
+
+    ``own_weights``: let the module use this rank's parts of weights that it holds itself.
+    """
+    whole, group = module.forward, mesh.get_group()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (SummedGradient.apply(args[0], group, False), *args[1:])
+        else:
+            kwargs["hidden_states"] = SummedGradient.apply(kwargs["hidden_states"], group, False)
+        with _use_local_dtensor_params(module) if own_weights else nullcontext():
+            return whole(*args, **kwargs)
+
+    module.forward = forward
 
 
 class _WholeExperts(styles.TensorParallelLayer):
@@ -87,7 +141,7 @@ class _WholeExperts(styles.TensorParallelLayer):
         whole, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
 
         def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            hidden, weights = (SummedGradient.apply(x, group) for x in (hidden, weights))
+            hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
             count = module.num_experts  # of this rank
             away = index // count != rank
             # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
@@ -106,9 +160,9 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -116,6 +170,8 @@ class _Summed(torch.autograd.Function):
 
 
 _STYLES: Mapping[str, styles.TensorParallelLayer] = {
+    "colwise": _Columns(),
+    "rowwise": _Rows(),
     "replicated_with_grad_allreduce": _SummedWeights(),
     _EXPERTS: _WholeExperts(),
 }
@@ -294,6 +350,12 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
                 f"{name} is a {kind.__module__}.{kind.__name__}, an adapter or a quantized layer; cut a model with "
                 "plain weights"
             )
+    owners = _owners_of_columns(expanded)
+    for name in (name for name, module in modules.items() if type(module) is nn.Linear):
+        owner, kind = name.rpartition(".")[0], expanded.get(name)
+        right = kind in ("colwise", "rowwise") if owner in owners else kind != "colwise"
+        if not right:  # the gradient of the owner's input would be wrong
+            raise ValueError(f"{name} has the style {kind!r} in a {owner} of {type(model).__name__}: not supported")
     missing = [name for name in ("embed_tokens", "lm_head") if not any(name in each for each in expanded)]
     if missing:
         raise ValueError(f"transformers' plan of {type(model).__name__} does not cut its {missing[0]}")
@@ -326,10 +388,18 @@ def _apply(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
             style.validate_param(modules[owner], parameter, mesh, parameter_name=name)
             style.shard_param(modules[owner], parameter, mesh)
             _free(modules[owner], parameter)
-        else:
+        elif style_name != "local_params":
             style.install_forward(modules[name], mesh)
+    for name in _owners_of_columns(plan):
+        _sum_inputs(modules[name], mesh, own_weights=plan.get(name) == "local_params")
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _owners_of_columns(plan: Mapping[str, str]) -> list[str]:
+    """Return the names of attentions and feed-forward parts whose input goes to columns alone."""
+    columns = (name.rpartition(".") for name, style in plan.items() if style == "colwise")
+    return [owner for owner, _, name in columns if name in ("q_proj", "up_proj")]
 
 
 def _free(module: nn.Module, name: str) -> None:
