@@ -22,7 +22,7 @@ from ..config import PackingName, check_balanced, check_strategy
 from ..forecast.forecast import fastest, forecasts, recommended, savings
 from ..forecast.machines import Device, device_of
 from ..forecast.models import model_of
-from ..forecast.request import Cluster, ForecastRequest
+from ..forecast.request import TENSOR, Cluster, ForecastRequest
 from ..memory import Offload, OptimizerName
 from .plan_words import SHORT, as_dict, command, headline, notes, short_rows, verdict
 
@@ -58,6 +58,9 @@ class PlanArguments:
     """As for burst train. balanced: all ranks share the --batch packed sequences."""
     strategy: Name = "auto"
     """The strategy to plan for, as for burst train; others are compared with it. auto: the fastest by prediction."""
+    tensor_parallel: Count | None = None
+    """Neighbours that cut the layers, as for burst train. Default: compare 2, 4 and 8 of a node, where possible, with
+    none."""
     remat: Literal["auto", "none", "keep-attention", "layer"] = "auto"
     """Activations to recompute. auto: the policy that recomputes least and still fits."""
     mlp_chunks: Count = 1
@@ -119,7 +122,8 @@ class PlanArguments:
             offload=self.offload,
             optimizer=self.optimizer,
             optimizer_offload=self.optimizer_offload,
-            strategy=self.strategy,
+            strategy=self.strategy + (f"{TENSOR}{self.tensor_parallel}" if (self.tensor_parallel or 1) > 1 else ""),
+            compares_meshes=self.tensor_parallel is None,
             layout=BALANCED if joined > 1 else "auto",
         )
 

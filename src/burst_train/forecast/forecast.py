@@ -20,8 +20,9 @@ from ..parallel import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
 from .buffers import buffers
 from .memory import OVERLAPPING, REMATS, Remat, Step
-from .request import ForecastRequest
+from .request import TENSOR, ForecastRequest
 
+MESHES = (2, 4, 8)  # ranks of a tensor-parallel axis that are predicted, if they divide a node
 COMPARED = ("auto", "burst", "zigzag-ring", "ulysses", "usp", "tensor-sequence")
 MOST_TOKENS = 2**31
 TOKEN_CHUNKS, MOST_HEAD_CHUNKS = 32, 8  # of the options that savings() adds
@@ -51,6 +52,7 @@ class Forecast:
     attention: float = 0.0  # seconds, with exchange and recomputation
     rest: float = 0.0  # seconds of everything else that a rank computes
     parameters: float = 0.0  # seconds of their exchange that matrix products don't hide
+    tensor: float = 0.0  # seconds of sums over a tensor-parallel axis
     exposed: float = 0.0  # seconds of ``attention`` that are exchange, not hidden
     sent: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # bytes (in, between nodes), mean over ranks
     memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # bytes by part, for each policy
@@ -67,7 +69,7 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.attention + self.rest + self.parameters
+        return self.attention + self.rest + self.parameters + self.tensor
 
     @property
     def bytes(self) -> int | None:
@@ -77,8 +79,20 @@ class Forecast:
 
 def forecasts(request: ForecastRequest) -> list[Forecast]:
     """Predict a step of the strategy that was asked for, then of those that it is compared with."""
-    names = dict.fromkeys((request.strategy, *COMPARED))
+    names = [*dict.fromkeys((request.strategy, *COMPARED))]
+    if TENSOR not in request.strategy and request.strategy not in FOREIGN:
+        names[1:1] = [f"{request.strategy}{TENSOR}{ranks}" for ranks in meshes(request)]
     return [forecast_of(name, request) for name in names]
+
+
+def meshes(request: ForecastRequest) -> list[int]:
+    """Return how many ranks of a node may cut the model, more than one; only where nothing forbids it."""
+    found = []
+    for ranks in MESHES if request.compares_meshes else ():
+        with suppress(ValueError):
+            if request.cut(ranks).cluster.ranks:
+                found.append(ranks)
+    return found
 
 
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
@@ -123,12 +137,14 @@ def _possible(found: Sequence[Forecast]) -> list[Forecast]:
 
 def forecast_of(name: str, request: ForecastRequest) -> Forecast:
     """Predict a step of one strategy. If it can't run: ValueError if it was asked for, else ``refused`` says why."""
+    base, _, ranks = name.partition(TENSOR)
     try:
-        _check(name, request)
-        step = PredictedStep(request, candidate(name, request))
+        q = request.cut(int(ranks)) if ranks else request
+        _check(base, q)
+        step = PredictedStep(q, candidate(base, q))
         # burst train plans for two forwards with --remat layer, so plan again.
-        if not step.candidate.whole and request.remat is None and step.remat == "layer":
-            step = PredictedStep(request, candidate(name, replace(request, remat=step.remat)))
+        if not step.candidate.whole and q.remat is None and step.remat == "layer":
+            step = PredictedStep(q, candidate(base, replace(q, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
         if name == request.strategy:  # the request has no prediction at all
@@ -227,8 +243,9 @@ class PredictedStep:
         """Predict the step's seconds, memory and traffic; ``name`` labels the candidate."""
         q, calls, remat, peak = self.q, self.candidate.calls, self.remat, self.q.cluster.device.peak
         forwards, moved = _forwards(remat), self.parameters
-        attention, rest, parameters = self._seconds(remat)
-        seconds = attention + rest + parameters
+        attention, rest, parameters, tensor = self._seconds(remat)
+        seconds, ranks = attention + rest + parameters + tensor, q.cluster.ranks * q.tensor_parallel
+        sums = q.tensor_sums(remat)
         inside, across = (
             sum(n * (forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in calls)
             for kind in ("inside", "across")
@@ -241,29 +258,32 @@ class PredictedStep:
             attention=attention,
             rest=rest,
             parameters=parameters,
+            tensor=tensor,
             exposed=sum(n * (forwards * c.forward.exposed + c.backward.exposed) for n, c in calls),
-            sent={"attention": (inside, across), "parameters": (moved.inside, moved.across)},
+            sent={"attention": (inside, across), "parameters": (moved.inside, moved.across)}
+            | ({"tensor": (sums.inside, sums.across)} if q.tensor_parallel > 1 else {}),
             memory=memory,
             remat=remat,
             fits=self._fits(remat) if known else None,
             longest=self.longest(self._remats[-1] if q.remat is None else remat) if known else None,
             steps={each: sum(self._seconds(each)) for each in self._remats},
-            tokens_per_second=q.batch * q.seq_len / (seconds * q.cluster.ranks) if seconds else 0.0,
+            tokens_per_second=q.batch * q.seq_len / (seconds * ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
             flags=" ".join(self._flags()),
             standing=next((call.standing for _, call in calls if call.standing), None),
             ways=self.candidate.ways,
         )
 
-    def _seconds(self, remat: Remat) -> tuple[float, float, float]:
-        """Return seconds of (attention, other matrix products, exposed parameter exchange) with ``remat``."""
+    def _seconds(self, remat: Remat) -> tuple[float, float, float, float]:
+        """Return seconds with ``remat``: attention, other matrix products, exposed parameter exchange, tensor sums."""
         q, forwards, calls = self.q, _forwards(remat), self.candidate.calls
         attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in calls)
         computed = q.rest_seconds(remat)
         copies = 0.0
         if remat != "none":  # a forward is one of the four passes over the layers
             copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in calls) + computed / 4)
-        return attention, computed + copies, max(0.0, self.parameters.seconds - computed)
+        hidden = max(0.0, self.parameters.seconds - computed)
+        return attention, computed + copies, hidden, q.tensor_sums(remat).seconds
 
     @property
     def _remats(self) -> list[Remat]:
@@ -336,6 +356,7 @@ class PredictedStep:
         tokens = q.seq_len // q.joined
         yield f"--model {q.model.name} --seq-len {tokens} --max-positions {tokens}"
         yield from filter(None, [self.candidate.flags])
+        yield from [f"--tensor-parallel {q.tensor_parallel}"] * (q.tensor_parallel > 1)
         yield f"--dtype {str(q.dtype).removeprefix('torch.')}"
         if self.remat != "none":
             yield f"--remat {self.remat}"

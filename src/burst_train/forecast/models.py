@@ -8,8 +8,9 @@ rule runs on values of width V + K. Chunked kernels multiply somewhat more. A co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import ceil
 from typing import Any
 
 from torch import nn
@@ -75,6 +76,23 @@ class Model:
             head_products=head.numel(),
             tied=head is model.get_input_embeddings().weight,
             reaches=tuple(reaches),
+        )
+
+    def cut(self, ranks: int) -> Model:
+        """Return the model as a rank of a tensor-parallel axis has it: hidden states whole, all else a part."""
+        heads = replace(self.heads.of_rank(ranks), intermediate=self.intermediate // ranks)
+        inside, outside = (
+            tuple((ceil(rows / ranks) if columns > 1 else rows, columns) for rows, columns in each)
+            for each in (self.inside, self.outside)
+        )
+        return replace(
+            self,
+            heads=heads,
+            inside=inside,
+            outside=outside,
+            vocabulary=ceil(self.vocabulary / ranks),
+            products=ceil(self.products / ranks),
+            head_products=ceil(self.head_products / ranks),
         )
 
     @property

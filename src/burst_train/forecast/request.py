@@ -11,15 +11,18 @@ import torch
 from burst_attention import Mask
 from burst_attention.attention.batch import Reach, mask_of, widest_of
 from burst_attention.attention.hardware import shape_of
+from burst_attention.integrations.hf.tensor_axis import COMPARED
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED
 from burst_attention.planner.rates import Rates
 
-from .attention import Workload
+from .attention import Exchange, Workload, gather
 from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
 from .memory import Remat
 from .models import Model
+
+TENSOR = "/tp:"  # between a strategy's name and the number of ranks that cut the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,45 @@ class ForecastRequest:
     optimizer_offload: bool = False
     strategy: str = "auto"
     layout: str = "auto"  # of the strategy, if known
+    compares_meshes: bool = False  # whether tensor parallelism is predicted too
+    tensor_parallel: int = 1  # of a request from :meth:`cut`: how many times as many ranks there are
+
+    def cut(self, ranks: int) -> ForecastRequest:
+        """Return the step as one of ``ranks`` tensor-parallel neighbours sees it: a part of model and ranks.
+
+        Raises:
+            ValueError: the ranks can't cut the model.
+        """
+        cluster, heads, family = self.cluster, self.model.heads, self.model.family
+        for wrong, text in (
+            (family not in COMPARED, f"{family} is not among the models that --tensor-parallel takes"),
+            (heads.kv_heads % ranks, f"{ranks} ranks can't cut the {heads.kv_heads} key-value heads"),
+            (cluster.per_node % ranks, f"a node has {cluster.per_node} ranks, not a multiple of {ranks}"),
+            (cluster.ranks % ranks, f"{ranks} must divide the {cluster.ranks} ranks"),
+            (self.attention_chunks > 1, "--tensor-parallel can't be combined with --attention-chunks"),
+            (self.optimizer != "adamw" or self.optimizer_offload, "--tensor-parallel takes plain AdamW alone"),
+        ):
+            if wrong:
+                raise ValueError(text)
+        rates = cluster.rates
+        if rates.across.shared:  # each node's groups share its port
+            across = replace(rates.across, bytes_per_second=rates.across.bytes_per_second / ranks)
+            rates = replace(rates, across=across)
+        fewer = replace(cluster, ranks=cluster.ranks // ranks, per_node=cluster.per_node // ranks, rates=rates)
+        strategy = self.strategy.partition(TENSOR)[0]
+        return replace(self, cluster=fewer, model=self.model.cut(ranks), strategy=strategy, tensor_parallel=ranks)
+
+    def tensor_sums(self, remat: Remat) -> Exchange:
+        """Return the sums over the tensor-parallel axis of a step, which nothing hides.
+
+        Attention and the feed-forward layer each sum their outputs in a forward, and their inputs' gradients in a
+        backward. The embedding sums its rows, and the head the gradients of hidden states, in fp32.
+        """
+        if self.tensor_parallel == 1:
+            return Exchange()
+        io, passes = self.dtype.itemsize, 4 + 2 * (remat != "none")
+        size = self.batch * self.tokens * self.model.hidden * (io * (passes * self.model.layers + 1) + max(4, io))
+        return gather(2 * size, self.tensor_parallel, self.tensor_parallel, self.cluster.rates)
 
     @property
     def sharing(self) -> int:

@@ -352,10 +352,10 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
             )
     owners = _owners_of_columns(expanded)
     for name in (name for name, module in modules.items() if type(module) is nn.Linear):
-        owner, kind = name.rpartition(".")[0], expanded.get(name)
-        right = kind in ("colwise", "rowwise") if owner in owners else kind != "colwise"
+        owner, given = name.rpartition(".")[0], expanded.get(name)
+        right = given in ("colwise", "rowwise") if owner in owners else given != "colwise"
         if not right:  # the gradient of the owner's input would be wrong
-            raise ValueError(f"{name} has the style {kind!r} in a {owner} of {type(model).__name__}: not supported")
+            raise ValueError(f"{name} has the style {given!r} in {owner} of {type(model).__name__}: not supported")
     missing = [name for name in ("embed_tokens", "lm_head") if not any(name in each for each in expanded)]
     if missing:
         raise ValueError(f"transformers' plan of {type(model).__name__} does not cut its {missing[0]}")
