@@ -304,6 +304,14 @@ def test_a_cluster_counts_the_true_bytes_and_limits_them():
         assert row.bytes_uncounted == row.bytes_wire - row.bytes_counted
 
 
+@pytest.mark.long
+def test_tensor_parallelism_is_compared_with_one_process(pools):
+    cut = replace(SMALL, task="train", strategies=("auto", "auto/tp:2", "ring/tp:4"), kv_heads=4, dtype="float32")
+    for found in pools(4).run(judge, cut):
+        assert found.keys() == {*cut.strategies}
+        assert all(error <= bound for error, bound in found.values())
+
+
 def test_strategies_taken_by_default_can_all_train_over_several_ranks():
     for spec in Arguments().strategies:
         choose(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
@@ -316,6 +324,7 @@ def test_strategies_taken_by_default_can_all_train_over_several_ranks():
         (["train", "--strategies", "megatron"], "'megatron' is unknown"),
         (["train", "--strategies", "ring:striped"], "'ring:striped' is unknown"),
         (["train", "--link", "10mbit"], "needs --cluster"),
+        (["train", "--strategies", "tensor/tp:2"], "give a strategy of burst attention and a number of ranks"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
     ],
