@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
+from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, make_model
 from tests.tools.families import model_class
@@ -290,6 +291,21 @@ def test_generated_tokens_are_one_process(pools, name):
     assert all(all(same) for same in pools(4).run(generated, name))
 
 
+def grouped_head():
+    """Shard the norm and the head as a group of FSDP2, as without tensor parallelism."""
+    mesh, batch, one = mesh_of(1, 2, 2), batch_of("plain", 2), model_of("llama")
+    model = hf.parallelize(hf.tensor_parallel(model_of("llama"), mesh["tp"]), mesh["cp"], timeout=30)
+    for part in ([model.model.norm, model.lm_head], model):
+        fully_shard(part, mesh=mesh["cp"], reshard_after_forward=False)
+    stock_loss(one, batch).backward()
+    model(**batch).loss.backward()
+    return worst(whole_gradients(model, mesh, shards=True), {n: x.grad for n, x in one.named_parameters()})
+
+
+def test_a_head_in_a_group_of_its_own(pools):
+    assert max(pools(4).run(grouped_head)) <= 2e-6
+
+
 def checkpointed(name, folder):
     """Save changed weights on one mesh; return their greatest errors after a load on others, and in one folder."""
     model, _ = meshed(name, (1, 2, 2), shards=True)
@@ -298,7 +314,7 @@ def checkpointed(name, folder):
         for x in model.parameters():
             x.mul_(1.5)
     checkpoint.save(get_model_state_dict(model), checkpoint_id=f"{folder}/sharded")
-    model.save_pretrained(f"{folder}/whole")
+    model.save_pretrained(f"{folder}/whole", True)
     dist.barrier()
     back = AutoModelForCausalLM.from_pretrained(f"{folder}/whole", dtype=torch.float64)
     assert (back.lm_head.weight is back.model.embed_tokens.weight) == (name == "tied")
@@ -408,7 +424,7 @@ def other_weights_after_the_cut():
 
 def other_parts_after_the_cut():
     model, _ = meshed("llama", (1, 2, 2))
-    model.lm_head.weight.to_local().data.mul_(1 + dist.get_rank() // 2)
+    model.lm_head.weight.to_local().data.mul_(1 + (dist.get_rank() == 3))
     model(**batch_of("plain", 0))
 
 
@@ -423,6 +439,49 @@ def no_group():
 
 def copied():
     copy.deepcopy(meshed("llama", (1, 2, 2))[0])
+
+
+def copied_before():
+    copy.deepcopy(hf.tensor_parallel(model_of("llama"), mesh_of(1, 2, 2)["tp"]))
+
+
+def hooked():
+    """Half of the features are not all that a function of each token needs."""
+    model, _ = meshed("llama", (1, 2, 2))
+    hook = hf.token_wise(lambda module, given, out: out / out.norm(dim=-1, keepdim=True))
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(hook)
+    model(**batch_of("plain", 0))
+
+
+def hooked_without_contexts():
+    model, _ = meshed("llama", (2, 1, 2))
+    model.model.embed_tokens.register_forward_hook(lambda module, given, out: out + torch.randn_like(out))
+    model(**batch_of("plain", 0))
+
+
+def frozen_on_one():
+    model, _ = meshed("qwen3", (1, 2, 2))
+    model.model.layers[0].self_attn.q_norm.weight.requires_grad_(dist.get_rank() != 3)
+    model(**batch_of("plain", 0)).loss.backward()
+
+
+def timed():
+    model, _ = meshed("llama", (1, 2, 2))
+    model.eval().generate(torch.ones(1, 4, dtype=torch.long), max_time=0.1, do_sample=False)
+
+
+def bias_on_one(whole=False):
+    model, hidden, plan, labels = ready_for_a_loss()
+    mesh = model.lm_head.weight.device_mesh
+    bias = torch.ones(VOCABULARY + 3, dtype=torch.float64)
+    if not whole:
+        bias = distribute_tensor(bias, mesh, [Shard(0)])
+    bias = bias if dist.get_rank() == 1 else None
+    next_token_loss(hidden, model.lm_head.weight, labels, plan, bias=bias)
+
+
+def whole_bias_on_one():
+    bias_on_one(whole=True)
 
 
 def dropout():
@@ -489,6 +548,13 @@ def twice():
         (other_strategy, "DisagreementError", "strategy"),
         (no_group, "DisagreementError", "rank in the group"),
         (copied, "TypeError", "can't be copied"),
+        (copied_before, "TypeError", "can't be copied"),
+        (hooked, "ValueError", "q_proj has a hook"),
+        (hooked_without_contexts, "ValueError", "embed_tokens"),
+        (frozen_on_one, "DisagreementError", "which parameters need a gradient"),
+        (timed, "ValueError", "max_time=0.1 is refused"),
+        (bias_on_one, "DisagreementError", "whether there is a bias"),
+        (whole_bias_on_one, "TypeError", "bias is not cut"),
         (dropout, "ValueError", "resid_pdrop"),
         (adapters_before, "ValueError", "an adapter or a quantized layer"),
         (adapters_after, "ValueError", "is an adapter"),

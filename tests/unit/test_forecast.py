@@ -189,7 +189,8 @@ def test_meshes_are_compared_where_a_node_holds_them() -> None:
     assert names[:3] == ["auto", "auto/tp:2", "burst"]
     assert "--tensor-parallel 2" in forecast_of("auto/tp:2", on_two_nodes(None)).flags
     assert not any("/tp:" in each.strategy for each in forecasts(replace(on_two_nodes(None), compares_meshes=False)))
-    assert "a node has 2 ranks" in forecast_of("auto/tp:4", on_two_nodes(None)).refused
+    wide = replace(on_two_nodes(None), model=model_of("llama-3-8b"))
+    assert "a node has 2 ranks" in forecast_of("auto/tp:4", wide).refused
     chunked = replace(on_two_nodes(None), attention_chunks=2)
     assert "--attention-chunks" in forecast_of("auto/tp:2", chunked).refused
 

@@ -319,10 +319,15 @@ class Meeting:
         **options: Any,
     ) -> None:
         """As :meth:`Agreement.agree`. ``outer``, ``inner``: fields that only the ranks of one axis compare."""
-        if self.inner is not None:
-            with self.outer.entering(call):
-                self.inner.agree(over_axis(call), {**fields, **(inner or {})}, **options)
-        self.outer.agree(call, {**fields, **(outer or {})}, **options)
+        if self.inner is None:
+            self.outer.agree(call, {**fields, **(outer or {})}, **options)
+            return
+        if outer:  # the ranks of the inner axis don't see a difference here, so they are told by the next exchange
+            with self.inner.entering(over_axis(call)):
+                self.outer.agree(call, outer, **options)
+        with self.outer.entering(call):
+            self.inner.agree(over_axis(call), {**fields, **(inner or {})}, **options)
+        self.outer.agree(call, fields, **options)
 
 
 def over_axis(call: str) -> str:

@@ -122,6 +122,8 @@ def fields_of_axis(
         "softcap": head.form.softcap,
         "whether hidden needs a gradient": grad and hidden.requires_grad,
         "whether lm_head_weight needs a gradient": grad and head.weight.requires_grad,
+        "whether there is a bias": head.bias is not None,
+        "whether bias needs a gradient": grad and head.bias is not None and head.bias.requires_grad,
         **others,
     }
 

@@ -96,6 +96,16 @@ def is_cut(weight: Any) -> bool:
     return bool(placement.is_shard(0)) and type(placement).__name__ == "Shard"  # not a strided one
 
 
+@contextmanager
+def entering(call: str, weight: Any) -> Iterator[None]:
+    """Guard checks of ``call``: if they raise on a rank, all ranks of the axis that cuts the head's weight raise."""
+    if not is_cut(weight) or weight.device_mesh.size() == 1:
+        yield
+        return
+    with connect(weight.device_mesh.get_group(), None)[1].entering(over_axis(call)):
+        yield
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """A model's head: logits [..., V] are ``form`` of ``hidden @ weight.T + bias``, hidden states are [..., E]."""
@@ -133,15 +143,6 @@ class Head:
     def vocabulary(self) -> int:
         """How many tokens the head knows."""
         return self.weight.shape[0] if self.part is None else sum(self.part.sizes)
-
-    @contextmanager
-    def entering(self, call: str) -> Iterator[None]:
-        """Guard checks of ``call``: if they raise on a rank, all ranks of the head's axis raise."""
-        if self.part is None:
-            yield
-            return
-        with self.part.agreement.entering(over_axis(call)):
-            yield
 
     def agree(self, call: str, fields: Mapping[str, Any]) -> None:
         """Check that all ranks of the head's axis make the same call, before they exchange parts of it."""

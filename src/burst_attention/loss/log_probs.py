@@ -11,7 +11,7 @@ import torch
 from ..attention.passes import check_transforms
 from ..attention.plan import Plan
 from .checks import check_arguments, check_outputs, check_plan, check_temperature, fields_of_axis
-from .head import Head, LogitForm
+from .head import Head, LogitForm, entering
 from .tokens import MEASURES, Measurement, measure
 
 
@@ -85,8 +85,8 @@ def token_log_probs(
     """
     check_plan(plan)
     with plan.agreement.entering("token_log_probs", once=True):
-        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
-        with head.entering("token_log_probs"):
+        with entering("token_log_probs", lm_head_weight):
+            head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
             here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
             check_temperature(temperature)
             measures = check_outputs(outputs, MEASURES)

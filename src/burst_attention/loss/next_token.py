@@ -11,7 +11,7 @@ import torch
 from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
 from .checks import check_arguments, check_plan, divisor_of, fields_of_axis
-from .head import Head, LogitForm
+from .head import Head, LogitForm, entering
 from .tokens import Measurement, measure
 
 
@@ -64,8 +64,8 @@ def next_token_loss(
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_loss"):
-        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
-        with head.entering("next_token_loss"):
+        with entering("next_token_loss", lm_head_weight):
+            head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
             divisor = divisor_of(num_valid)
             here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
             check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
@@ -108,8 +108,8 @@ def next_token_nll(
     """
     check_plan(plan)
     with plan.agreement.entering("unshard", once=True):  # where ranks meet next
-        head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
-        with head.entering("next_token_nll"):
+        with entering("next_token_nll", lm_head_weight):
+            head = Head.of(lm_head_weight, bias, LogitForm(factor, softcap))
             here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
             check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_nll", head.form, chunk_tokens=chunk_tokens)

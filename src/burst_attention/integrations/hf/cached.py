@@ -106,6 +106,7 @@ def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     with inner.entering("generate"):
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
         settings = _settings(model, given)
+        _check_clocks(settings, given)
         tensors = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
         fields = {
             "the digests of tensors": tensors,
@@ -409,12 +410,7 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
             f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
             "over ranks; leave one of them out"
         )
-    clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
-    if settings.max_time is not None or clocks:
-        raise ValueError(
-            f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "
-            "different tokens; use max_new_tokens"
-        )
+    _check_clocks(settings, given)
     if settings.prefill_chunk_size is not None:
         raise ValueError(
             f"prefill_chunk_size={settings.prefill_chunk_size} is refused: the cache decides; make "
@@ -427,6 +423,16 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         }
         asked = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
         raise ValueError(f"{asked or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")
+
+
+def _check_clocks(settings: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a limit of time."""
+    clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
+    if settings.max_time is not None or clocks:
+        raise ValueError(
+            f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "
+            "different tokens; use max_new_tokens"
+        )
 
 
 def _random_state(model: Any) -> Tensor:

@@ -19,6 +19,7 @@ from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, TokenLogProbs
 from burst_attention.loss import next_token_loss as loss_of
 from burst_attention.loss import token_log_probs as log_probs_of
+from burst_attention.loss.head import is_cut
 
 from . import heads, stub_forward
 from .batch import IGNORED, PACKING, BatchRows
@@ -205,7 +206,8 @@ def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any
 def _head_of(model: Any) -> Head:
     """Return the model's head with its whole weight."""
     head = heads.find_head(model, model._burst.form)
-    if isinstance(head.weight, DTensor) and isinstance(model.get_output_embeddings(), FSDPModule):
+    cut = is_cut(head.weight)  # over a tensor-parallel axis, which the loss takes
+    if isinstance(head.weight, DTensor) and not cut and isinstance(model.get_output_embeddings(), FSDPModule):
         raise TypeError(
             "model's head has an FSDP group to itself, so its weight is not whole in the model's forward; shard the "
             "norm and the head as one group: fully_shard([model.model.norm, model.lm_head])"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -125,6 +126,8 @@ def parallelize(
     hardware = None if cut is None else Hardware(rates="preset")
     plan = make_plan(1, strategy=strategy, call=call, hardware=hardware, group=group, timeout=timeout)
     meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
+    if cut is not None:
+        cut.agreement.transport.timeout = plan.agreement.transport.timeout
     with meeting.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
@@ -199,7 +202,7 @@ def unparallelize(model: Model) -> Model:
         model: the result of :func:`parallelize`, not wrapped. It is modified in place and keeps its weights.
 
     Returns:
-        ``model``, which can be pickled again, by ``torch.save`` for example.
+        ``model``, which can be pickled again, by ``torch.save`` for example, unless :func:`tensor_parallel` cut it.
 
     Raises:
         ValueError: ``model`` is not parallelized.
@@ -323,10 +326,11 @@ class _Context:
             self.layers = parts.attention_configs(body)
         elif self.meeting.inner is not None:
             parts.check_random(model, body)
+            parts.check_hooks(body)
         elif self.memory != Memory():
             parts.check_random(body)
         if self.meeting.inner is not None:
-            tensor_axis.check_adapters(body)
+            tensor_axis.check_attached(body)
         parts.check_attention_is_ours(body)
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
@@ -368,11 +372,13 @@ class _Parallel:
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does. Every rank must call it if tensor parallelism cuts the model; rank 0 writes."""
-        if tensor_axis.cut_of(self) is not None and not args and kwargs.get("state_dict") is None:
-            first = dist.get_rank() == 0
+        save: Any = super().save_pretrained  # type: ignore[misc]
+        given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
+        if tensor_axis.cut_of(self) is not None and given.get("state_dict") is None:
+            first, args = dist.get_rank() == 0, ()
             whole = tensor_axis.whole_state(cast("nn.Module", self), keep=first)
-            kwargs |= {"state_dict": whole, "is_main_process": first and kwargs.get("is_main_process", True)}
-        return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+            kwargs |= {"state_dict": whole, "is_main_process": first and given.get("is_main_process", True)}
+        return save(save_directory, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -384,11 +390,6 @@ class _Parallel:
         return self._copied(self.__dict__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if tensor_axis.cut_of(self) is not None:  # forwards of its parts would still use this model's weights
-            raise TypeError(
-                f"a {type(self).__name__} cut by tensor parallelism can't be copied; build a second model, cut it, and "
-                "load state_dict()"
-            )
         memo[id(self)] = new = self._copied({})
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
@@ -550,6 +551,9 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
     }
+    if state.meeting.inner is not None:  # gradients of a weight are summed over the axis, or are not
+        trained = {name: x.requires_grad for name, x in model.named_parameters()}
+        fields["which parameters need a gradient"] = cached.digest_text(trained)
     if not (state.meeting.alone or state.compared):
         fields[_WEIGHTS] = cached.digest_text(_samples(model))
     return fields

@@ -78,7 +78,7 @@ _ADDED_BY = (
     "transformers",
     "trl",  # replaces the whole model's forward by one with a fused head
 )
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SET = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")  # attributes that change what runs
 _DECLARED = "_burst_token_wise"  # token_wise sets it on a class or a hook
 _Declared = TypeVar("_Declared", bound=Callable[..., Any])
@@ -142,7 +142,7 @@ class Watched:
             [each.get("training") for each in own],
             [*map(len, own)],
             [*chain.from_iterable(each["_modules"].values() for each in own)],
-            [tuple(each[name]) for name in _HOOKS for each in own if each[name]],
+            [tuple(each[name]) for name in HOOKS for each in own if each[name]],
             [each.get(name) for name in _SET for each in own if name in each],
             [_positive(each.get(name)) for each, name in self._rates],
         ]
@@ -189,14 +189,14 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "stock_class") or not (root or name):  # a parallelized model takes whole batches
             continue
-        for hook in chain.from_iterable(vars(module)[kind].values() for kind in _HOOKS):
-            if not (_is_declared(hook) or _within(_origin(hook), _ADDED_BY)):
+        for hook in chain.from_iterable(vars(module)[kind].values() for kind in HOOKS):
+            if not (_is_declared(hook) or _within(origin_of(hook), _ADDED_BY)):
                 raise ValueError(
                     f"{_shown(name, module)} has the hook {_called(hook)}, which would get only this rank's shard of "
                     "the tokens; remove it, or register it on the whole model. If it treats each token independently, "
                     "register hf.token_wise(hook) instead"
                 )
-            if _origin(hook) == "transformers.integrations.neftune":
+            if origin_of(hook) == "transformers.integrations.neftune":
                 raise ValueError(
                     f"{_shown(name, module)} adds the noise of NEFTune, which each rank would scale by the length of "
                     "its shard; set neftune_noise_alpha to None"
@@ -301,7 +301,7 @@ def _shown(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def _origin(function: Any) -> str:
+def origin_of(function: Any) -> str:
     """Return the name of the module that holds a function's code; wrappers may claim another one."""
     function = getattr(function, "func", function)  # unwrap functools.partial
     function = getattr(function, "__func__", function)
@@ -331,7 +331,7 @@ def _reason(module: nn.Module) -> str | None:
         return None  # parallelize replaces its forward
     kind = _definer(type(module))
     own = vars(module).get("forward")
-    if own is not None and kind.__name__ not in _TRANSPARENT and not _within(_origin(own), _ADDED_BY):
+    if own is not None and kind.__name__ not in _TRANSPARENT and not _within(origin_of(own), _ADDED_BY):
         return f"has the forward {_called(own)} in place of its class's forward"
     if kind.__name__ in known.REFUSED_PARTS and _within(kind.__module__, _NAMED):
         return known.REFUSED_PARTS[kind.__name__]

@@ -26,6 +26,8 @@ from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS, SummedGradient
 
+from .parts import HOOKS, origin_of
+
 Model = TypeVar("Model", bound=nn.Module)
 
 # Architectures whose loss and gradients were compared with one process.
@@ -55,8 +57,10 @@ class Cut:
     heads: int  # over how many ranks the heads of an attention are cut
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
-        """Share everything, because a process group can't be copied."""
-        return self
+        """Refuse a copy of the model: forwards of its parts would still use the weights of the first."""
+        raise TypeError(
+            "a model cut by tensor parallelism can't be copied; build a second model, cut it, and load state_dict()"
+        )
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -190,10 +194,10 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     all ranks of the axis. Clip gradients by :func:`clip_grad_norm_`.
 
     Args:
-        model: a causal language model of transformers, whole and with equal weights on every rank of the axis, of an
-            architecture that was compared with one process: gemma3_text, gpt_oss, llama, mistral, mixtral, phi3,
-            qwen2, qwen3 or qwen3_5_text. It is modified in place. Its attention heads and key-value heads must be
-            multiples of the number of ranks.
+        model: a causal language model of transformers, whole and with equal weights on every rank of the axis, without
+            an optimizer yet, of an architecture that was compared with one process: gemma3_text, gpt_oss, llama,
+            mistral, mixtral, phi3, qwen2, qwen3 or qwen3_5_text. It is modified in place. Its attention heads and
+            key-value heads must be multiples of the number of ranks.
         mesh: the axis, named "tp", of a mesh that has the other axes too. On one rank nothing is cut.
 
     Returns:
@@ -251,8 +255,7 @@ def ranks_of(model: Any) -> int:
 
 def is_cut_by_us(model: Any, module: nn.Module) -> bool:
     """Return whether a module's own forward is the one that :func:`tensor_parallel` gave it."""
-    own = getattr(vars(module).get("forward"), "__globals__", {})
-    return cut_of(model) is not None and own.get("__name__") == _HOME
+    return cut_of(model) is not None and _forward_is_ours(module)
 
 
 def check_cut(model: nn.Module) -> None:
@@ -260,8 +263,7 @@ def check_cut(model: nn.Module) -> None:
     if cut_of(model) is not None:
         return
     for name, module in model.named_modules():
-        own = getattr(vars(module).get("forward"), "__globals__", {})
-        if own.get("__name__") == _HOME or any(_along_axis(x) for x in module.parameters(recurse=False)):
+        if _forward_is_ours(module) or any(_along_axis(x) for x in module.parameters(recurse=False)):
             raise ValueError(
                 f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
                 'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
@@ -281,9 +283,15 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     return found if keep else {}
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters on a model that is cut: they would see parts of hidden states."""
+def check_attached(model: nn.Module) -> None:
+    """Refuse adapters and hooks that would see parts of hidden states."""
     for name, module in model.named_modules():
+        hooks = [hook for kind in HOOKS for hook in vars(module)[kind].values()] if _forward_is_ours(module) else []
+        if any(not origin_of(hook).startswith(("torch.distributed", "transformers.")) for hook in hooks):
+            raise ValueError(
+                f"{name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
+                "leave out hf.tensor_parallel"
+            )
         if type(module).__module__.startswith("peft."):
             raise ValueError(
                 f"{name} is an adapter ({type(module).__name__}), which does not work on weights cut by tensor "
@@ -294,6 +302,12 @@ def check_adapters(model: nn.Module) -> None:
 def digest_of_text(values: Mapping[str, str]) -> str:
     """Return a digest of names and values."""
     return digest_of(torch.tensor([*repr(sorted(values.items())).encode()]))
+
+
+def _forward_is_ours(module: nn.Module) -> bool:
+    """Return whether a module's forward is that of a style."""
+    own = getattr(vars(module).get("forward"), "__globals__", {})
+    return own.get("__name__") in (_HOME, __name__)
 
 
 def _along_axis(weight: Tensor) -> bool:
