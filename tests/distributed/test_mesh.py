@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import unittest.mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import tensor_axis
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, make_model
@@ -185,6 +187,22 @@ def test_less_memory_over_a_mesh(pools, name, memory):
     for loss, gradient in pools(4).run(trained, name, (1, 2, 2), "packed", True, 2, 1, memory):
         assert loss <= 5e-7
         assert gradient <= 2e-6
+
+
+def calls_of_a_part():
+    """Count products with a rank's part of weights, without and with chunks of tokens."""
+    found = []
+    for memory in (None, hf.Memory(mlp_chunks=2)):
+        model, _ = meshed("llama", (1, 2, 2), memory=memory)
+        with unittest.mock.patch.object(tensor_axis, "_part", side_effect=tensor_axis._part) as part, torch.no_grad():
+            model(**batch_of("plain", 0))
+        found.append(part.call_count)
+    return found
+
+
+def test_chunks_of_tokens_reach_the_parts(pools):
+    for once, twice in pools(4).run(calls_of_a_part):
+        assert twice == once + 2 * 5  # gate and up: weight and bias; down: weight; in two layers
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

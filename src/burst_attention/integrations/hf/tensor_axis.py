@@ -120,7 +120,7 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
 
     ``own_weights``: let the module use this rank's parts of weights that it holds itself.
     """
-    whole, group = module.forward, mesh.get_group()
+    group = mesh.get_group()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
@@ -128,7 +128,7 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
         else:
             kwargs["hidden_states"] = SummedGradient.apply(kwargs["hidden_states"], group, False)
         with _use_local_dtensor_params(module) if own_weights else nullcontext():
-            return whole(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)  # the class may have been replaced since (Memory)
 
     module.forward = forward
 
@@ -142,7 +142,7 @@ class _WholeExperts(styles.TensorParallelLayer):
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
         """Replace the forward of experts, whose weights are cut by then."""
-        whole, group, rank = module.forward, mesh.get_group(), mesh.get_local_rank()
+        group, rank = mesh.get_group(), mesh.get_local_rank()
 
         def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
@@ -152,7 +152,7 @@ class _WholeExperts(styles.TensorParallelLayer):
             eager = module.config._experts_implementation == "eager"
             index = torch.where(away, 0 if eager else count, index % count)
             with _use_local_dtensor_params(module):
-                out = whole(hidden, index, weights.masked_fill(away, 0))
+                out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
             return _Summed.apply(out, group)
 
         module.forward = forward
