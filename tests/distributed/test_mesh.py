@@ -39,6 +39,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "llama": ("llama", {"vocab_size": VOCABULARY + 3}),  # not divisible by the ranks
     "tied": ("llama", {"tie_word_embeddings": True}),
+    "wide": ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
+    "normed": ("qwen3", {"num_key_value_heads": 4}),
     "biased": ("qwen2", {}),
     "mistral": ("mistral", {"sliding_window": 7}),
     "mixtral": ("mixtral", EXPERTS),
@@ -181,6 +183,8 @@ def test_gradients_accumulate(pools, shards):
     [
         ("qwen3", hf.Memory(recompute="layer")),
         ("llama", hf.Memory(recompute="keep-attention", mlp_chunks=2)),
+        ("wide", hf.Memory(recompute="layer", attention_chunks=2)),
+        ("normed", hf.Memory(attention_chunks=2, mlp_chunks=3)),
     ],
 )
 def test_less_memory_over_a_mesh(pools, name, memory):
@@ -194,7 +198,7 @@ def calls_of_a_part():
     found = []
     for memory in (None, hf.Memory(mlp_chunks=2)):
         model, _ = meshed("llama", (1, 2, 2), memory=memory)
-        with unittest.mock.patch.object(tensor_axis, "_part", side_effect=tensor_axis._part) as part, torch.no_grad():
+        with unittest.mock.patch.object(tensor_axis, "part", side_effect=tensor_axis.part) as part, torch.no_grad():
             model(**batch_of("plain", 0))
         found.append(part.call_count)
     return found
@@ -540,7 +544,7 @@ def other_name():
 
 
 def chunks_of_heads():
-    meshed("llama", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
+    meshed("phi3", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
 
 
 def cut_by_others():
@@ -579,7 +583,7 @@ def twice():
         (too_many_ranks, "ValueError", "num_key_value_heads=2"),
         (other_architecture, "ValueError", "was not compared"),
         (other_name, "TypeError", "tp"),
-        (chunks_of_heads, "ValueError", "attention_chunks=2"),
+        (chunks_of_heads, "ValueError", "computes all of its heads"),
         (cut_by_others, "ValueError", "hf.tensor_parallel"),
         (twice, "ValueError", "cut already"),
     ],

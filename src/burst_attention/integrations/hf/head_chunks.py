@@ -23,6 +23,7 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
+from . import tensor_axis
 from .known import is_tempered
 from .token_chunks import subclass
 
@@ -78,9 +79,13 @@ class _Structure:
     def __init__(self, module: nn.Module, chunks: int) -> None:
         config: Any = module.config
         self.chunks, self.parts, self._compared = chunks, _parts(module), False
-        query = config.num_attention_heads
-        self._heads = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
-        self._name = type(module).__name__
+        query, self._name = config.num_attention_heads, type(module).__name__
+        self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
+        self._axis = tensor_axis.axis_of(module)
+        ranks = 1 if self._axis is None else self._axis.size()
+        if ranks > 1 and not tensor_axis.owns_columns(module):
+            raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")
+        self._heads = {side: count // ranks for side, count in self._whole.items()}  # of this rank
         for side, count in self._heads.items():
             if count % chunks and (side == "query" or chunks % count):
                 raise ValueError(
@@ -94,7 +99,7 @@ class _Structure:
             raise self._refusal(f"its parts are {', '.join(module._modules)}")
         weights = {n: p for n, p in module.named_parameters() if not n.startswith(f"{self._output}.")}
         self._names = tuple(weights)
-        self._segments = [self._segments_of(name, weight.shape[0]) for name, weight in weights.items()]
+        self._segments = [self._segments_of(name, len(tensor_axis.part(weight))) for name, weight in weights.items()]
         self._twin = self._empty_twin(module)
 
     def _refusal(self, reason: str) -> ValueError:
@@ -132,14 +137,17 @@ class _Structure:
         config: Any = module.config
         memo: dict[int, Any] = {id(config): config, id(vars(module).get("structure")): None}
         for weight in module.parameters():  # no copy, and nothing that outlives the sharding of the weights
-            memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+            own = tensor_axis.part(weight)
+            memo[id(weight)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=False)
         twin: Any = copy.deepcopy(module, memo)
+        for part in twin.modules() if self._axis is not None else ():
+            vars(part).pop("forward", None)  # it would use the module's own weights
         twin.__class__ = getattr(module, "stock_class", type(module))
         twin.config = copy.copy(config)
         for side, names in _COUNTS.items():
             for name in names:
                 for owner in (twin, twin.config):
-                    if getattr(owner, name, None) == self._heads[side]:
+                    if getattr(owner, name, None) == self._whole[side]:
                         setattr(owner, name, max(1, self._heads[side] // self.chunks))
         if getattr(config, "head_dim", None) is None and hasattr(module, "head_dim"):
             twin.config.head_dim = module.head_dim
@@ -163,12 +171,18 @@ class _Structure:
             return captured.calls.pop()
 
         projection = Projection(self.chunks, self.rows, project, getattr(attend, "sweeps", sweeps))
+        if self._axis is not None:
+            live = {name: tensor_axis.used(x, self._axis) for name, x in live.items()}
         weights, output = [live[name] for name in self._names], getattr(module, self._output)
         if sharded := next((name for name, x in live.items() if isinstance(x, DTensor)), None):
             raise self._refusal(f"{sharded} is a DTensor; shard whole decoder layers, not their attention")
         if type(output) is nn.Linear and not (output._forward_hooks or output._forward_pre_hooks):
-            own = [x for x in (output.weight, output.bias) if x is not None]
-            return attend_by_heads(hidden, weights, projection, output=own), None
+            own = [live[f"{self._output}.{name}"] for name, _ in output.named_parameters()]
+            if self._axis is None:
+                return attend_by_heads(hidden, weights, projection, output=own), None
+            return tensor_axis.summed(
+                attend_by_heads(hidden, weights, projection, output=own[:1]), *own[1:], axis=self._axis
+            ), None
         return output(attend_by_heads(hidden, weights, projection).flatten(2)), None
 
     @torch.no_grad()

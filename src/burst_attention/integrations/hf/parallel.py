@@ -137,11 +137,6 @@ def parallelize(
         memory = Memory() if memory is None else memory
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
-        if cut is not None and memory.attention_chunks > 1:
-            raise ValueError(
-                f"attention_chunks={memory.attention_chunks} of hf.Memory is refused: tensor parallelism cuts the "
-                "heads already; leave it out"
-            )
     try:
         with meeting.entering("parallelize"):
             memory.apply(vision.text_of(base))

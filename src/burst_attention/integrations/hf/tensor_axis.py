@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class _Columns(styles.ColwiseParallel):
         """Replace the forward by one on this rank's part."""
 
         def forward(x: Tensor) -> Tensor:
-            return F.linear(x, _part(module.weight), _part(module.bias))
+            return F.linear(x, part(module.weight), part(module.bias))
 
         module.forward = forward
         return module
@@ -101,18 +101,42 @@ class _Rows(styles.RowwiseParallel):
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
         """Replace the forward by one on this rank's part."""
-        group = mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
-            out = _Summed.apply(F.linear(x, _part(module.weight)), group)
-            return out if module.bias is None else out + _part(module.bias)
+            bias = [] if module.bias is None else [part(module.bias)]
+            return summed(F.linear(x, part(module.weight)), *bias, axis=mesh)
 
         module.forward = forward
         return module
 
 
-def _part(weight: Any) -> Any:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def part(weight: Any) -> Any:
+    """Return this rank's part of a weight that only tensor parallelism cuts; another weight itself."""
+    return weight.to_local() if _along_axis(weight) and weight.device_mesh.ndim == 1 else weight
+
+
+def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a weight as a rank uses it for its heads: its part, or a whole weight whose gradient is summed."""
+    if _along_axis(weight):
+        return cast("Tensor", part(weight))
+    whole: Tensor = SummedGradient.apply(weight, mesh.get_group(), True)
+    return whole
+
+
+def summed(out: Tensor, *bias: Tensor, axis: DeviceMesh) -> Tensor:
+    """Return the sum of the ranks' products, and one bias."""
+    whole: Tensor = _Summed.apply(out, axis.get_group())
+    return whole + bias[0] if bias else whole
+
+
+def axis_of(module: nn.Module) -> DeviceMesh | None:
+    """Return the axis over which a module's weights are cut, or None."""
+    return next((x.device_mesh for x in module.parameters() if _along_axis(x)), None)
+
+
+def owns_columns(module: nn.Module) -> bool:
+    """Return whether :func:`tensor_parallel` cuts the heads of an attention."""
+    return _forward_is_ours(module)
 
 
 def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
