@@ -209,6 +209,18 @@ def test_chunks_of_tokens_reach_the_parts(pools):
         assert twice == once + 2 * 5  # gate and up: weight and bias; down: weight; in two layers
 
 
+def chunks_of_a_part():
+    """Count the weights that chunks of heads use of a rank's part."""
+    model, _ = meshed("normed", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
+    with unittest.mock.patch.object(tensor_axis, "used", side_effect=tensor_axis.used) as used, torch.no_grad():
+        model(**batch_of("plain", 0))
+    return used.call_count
+
+
+def test_chunks_of_heads_are_of_the_parts(pools):
+    assert pools(4).run(chunks_of_a_part) == [2 * 2 * 6] * 4  # q, k, v, o and two norms; compared once; two layers
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_the_loss_of_a_router(pools, implementation):
     own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "experts_implementation": implementation}

@@ -131,7 +131,8 @@ def summed(out: Tensor, *bias: Tensor, axis: DeviceMesh) -> Tensor:
 
 def axis_of(module: nn.Module) -> DeviceMesh | None:
     """Return the axis over which a module's weights are cut, or None."""
-    return next((x.device_mesh for x in module.parameters() if _along_axis(x)), None)
+    weights: Iterable[Any] = module.parameters()
+    return next((x.device_mesh for x in weights if _along_axis(x)), None)
 
 
 def owns_columns(module: nn.Module) -> bool:
