@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import tensor_axis
+from burst_attention.integrations.hf import tensor_axis, tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, make_model
@@ -198,7 +198,7 @@ def calls_of_a_part():
     found = []
     for memory in (None, hf.Memory(mlp_chunks=2)):
         model, _ = meshed("llama", (1, 2, 2), memory=memory)
-        with unittest.mock.patch.object(tensor_axis, "part", side_effect=tensor_axis.part) as part, torch.no_grad():
+        with unittest.mock.patch.object(tensor_styles, "part", side_effect=tensor_styles.part) as part, torch.no_grad():
             model(**batch_of("plain", 0))
         found.append(part.call_count)
     return found

@@ -65,7 +65,7 @@ _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
 # Packages whose hooks and replaced forwards are allowed, because they don't let tokens see each other.
 _ADDED_BY = (
     "accelerate",
-    "burst_attention.integrations.hf.tensor_axis",
+    "burst_attention.integrations.hf.tensor_styles",
     "deepspeed",
     "liger_kernel",
     "peft.mixed_model",

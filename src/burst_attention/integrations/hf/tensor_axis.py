@@ -6,20 +6,17 @@ Megatron-LM, arXiv 1909.08053). We apply both to a model that is loaded already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
-from transformers.distributed import tensor_parallel as styles
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_local_dtensor_params
 
 from burst_attention.attention.batch import digest_of
 from burst_attention.comm.agreement import Agreement
@@ -43,9 +40,9 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     }
 }
-_EXPERTS, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"  # styles of whole experts, and of their weights
+EXPERTS, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"  # styles of whole experts, and of their weights
 _CUT_HEADS = ("q_proj", "k_proj", "v_proj")
-_HOME = "transformers.distributed.tensor_parallel"
+_HOMES = ("transformers.distributed.tensor_parallel", f"{__package__}.tensor_styles")  # of replaced forwards
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,53 +60,6 @@ class Cut:
         )
 
 
-class _SummedWeights(styles.TensorParallelLayer):
-    """A whole weight that each rank uses for its heads, such as q_norm: sum the parts of its gradient.
-
-    transformers' own style sums ``.grad`` after each backward, and so counts earlier backwards again.
-    """
-
-    @contextmanager
-    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-        """Use the weights through a function that sums their gradients."""
-        own, group = dict(module.named_parameters(recurse=False)), mesh.get_group()
-        module._parameters.update({name: SummedGradient.apply(x, group, True) for name, x in own.items()})
-        try:
-            yield
-        finally:
-            module._parameters.update(own)
-
-
-class _Columns(styles.ColwiseParallel):
-    """A linear layer's columns. The gradient of its input is a part, which :func:`_sum_inputs` sums once for all.
-
-    transformers' own code sums it for each of q, k and v, and for gate and up: seven sums a layer in place of four.
-    """
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-        """Replace the forward by one on this rank's part."""
-
-        def forward(x: Tensor) -> Tensor:
-            return F.linear(x, part(module.weight), part(module.bias))
-
-        module.forward = forward
-        return module
-
-
-class _Rows(styles.RowwiseParallel):
-    """A linear layer's rows, whose products the ranks sum. The bias is added once."""
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-        """Replace the forward by one on this rank's part."""
-
-        def forward(x: Tensor) -> Tensor:
-            bias = [] if module.bias is None else [part(module.bias)]
-            return summed(F.linear(x, part(module.weight)), *bias, axis=mesh)
-
-        module.forward = forward
-        return module
-
-
 def part(weight: Any) -> Any:
     """Return this rank's part of a weight that only tensor parallelism cuts; another weight itself."""
     return weight.to_local() if _along_axis(weight) and weight.device_mesh.ndim == 1 else weight
@@ -125,7 +75,7 @@ def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def summed(out: Tensor, *bias: Tensor, axis: DeviceMesh) -> Tensor:
     """Return the sum of the ranks' products, and one bias."""
-    whole: Tensor = _Summed.apply(out, axis.get_group())
+    whole: Tensor = Summed.apply(out, axis.get_group())
     return whole + bias[0] if bias else whole
 
 
@@ -140,51 +90,7 @@ def owns_columns(module: nn.Module) -> bool:
     return _forward_is_ours(module)
 
 
-def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
-    """Sum the gradient of a module's input, of which each rank computes a part.
-
-    ``own_weights``: let the module use this rank's parts of weights that it holds itself.
-    """
-    group = mesh.get_group()
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (SummedGradient.apply(args[0], group, False), *args[1:])
-        else:
-            kwargs["hidden_states"] = SummedGradient.apply(kwargs["hidden_states"], group, False)
-        with _use_local_dtensor_params(module) if own_weights else nullcontext():
-            return type(module).forward(module, *args, **kwargs)  # the class may have been replaced since (Memory)
-
-    module.forward = forward
-
-
-class _WholeExperts(styles.TensorParallelLayer):
-    """Each rank has some experts whole, computes them for all tokens, and the ranks' outputs are summed.
-
-    Slices of every expert would not be contiguous where gate and up share a weight, and checkpoints of
-    torch.distributed can't hold those. transformers' own code for this sums gradients in place.
-    """
-
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-        """Replace the forward of experts, whose weights are cut by then."""
-        group, rank = mesh.get_group(), mesh.get_local_rank()
-
-        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
-            count = module.num_experts  # of this rank
-            away = index // count != rank
-            # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
-            eager = module.config._experts_implementation == "eager"
-            index = torch.where(away, 0 if eager else count, index % count)
-            with _use_local_dtensor_params(module):
-                out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
-            return _Summed.apply(out, group)
-
-        module.forward = forward
-        return module
-
-
-class _Summed(torch.autograd.Function):
+class Summed(torch.autograd.Function):
     """Sum over a group; the gradient passes unchanged, because every rank computes the same from the sum."""
 
     @staticmethod
@@ -196,14 +102,6 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-_STYLES: Mapping[str, styles.TensorParallelLayer] = {
-    "colwise": _Columns(),
-    "rowwise": _Rows(),
-    "replicated_with_grad_allreduce": _SummedWeights(),
-    _EXPERTS: _WholeExperts(),
-}
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
@@ -263,8 +161,20 @@ def cut(model: Any, mesh: DeviceMesh, agreement: Agreement) -> None:
     """Cut a model, whose weights this rank may not have yet; exchanges nothing."""
     plan, heads = plan_of(model, mesh.size())
     if mesh.size() > 1:
-        _apply(model, mesh, plan)
+        _styles().apply(model, mesh, plan)
         model._burst_cut = Cut(mesh, agreement, heads)
+
+
+def _styles() -> Any:
+    """Return the module of styles, which needs code that older versions of transformers lack."""
+    try:
+        from . import tensor_styles
+    except ImportError as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} lacks the code that tensor parallelism builds on ({error}); "
+            "install a later one: 5.23.0 was tested"
+        ) from error
+    return tensor_styles
 
 
 def cut_of(model: Any) -> Cut | None:
@@ -332,7 +242,7 @@ def digest_of_text(values: Mapping[str, str]) -> str:
 def _forward_is_ours(module: nn.Module) -> bool:
     """Return whether a module's forward is that of a style."""
     own = getattr(vars(module).get("forward"), "__globals__", {})
-    return own.get("__name__") in (_HOME, __name__)
+    return own.get("__name__") in _HOMES
 
 
 def _along_axis(weight: Tensor) -> bool:
@@ -377,7 +287,7 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
             raise ValueError(f"{name} has {count} experts, which {ranks} ranks can't share evenly; use other ranks")
     for name, style in expanded.items():
         module = modules.get(name)
-        if style not in _STYLES and style not in ALL_PARALLEL_STYLES:
+        if not _styles().known(style):
             raise ValueError(f"{name} has the style {style!r}, which this version of transformers does not have")
         if module is None:
             continue
@@ -389,7 +299,7 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
                 f"{name} is a {kind.__module__}.{kind.__name__}, an adapter or a quantized layer; cut a model with "
                 "plain weights"
             )
-    owners = _owners_of_columns(expanded)
+    owners = _styles().owners_of_columns(expanded)
     for name in (name for name, module in modules.items() if type(module) is nn.Linear):
         owner, given = name.rpartition(".")[0], expanded.get(name)
         right = given in ("colwise", "rowwise") if owner in owners else given != "colwise"
@@ -414,40 +324,6 @@ def _ranks_of_heads(model: Any, plan: Mapping[str, str], ranks: int) -> int:
                 f"{'fewer' if count < ranks else 'other'} ranks"
             )
     return ranks
-
-
-def _apply(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the weights and replace the forwards, as transformers does when it loads a model."""
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for name, style_name in plan.items():
-        style = _STYLES.get(style_name) or ALL_PARALLEL_STYLES[style_name]
-        if name in parameters:
-            owner, _, parameter = name.rpartition(".")
-            style.validate_param(modules[owner], parameter, mesh, parameter_name=name)
-            style.shard_param(modules[owner], parameter, mesh)
-            _free(modules[owner], parameter)
-        elif style_name != "local_params":
-            style.install_forward(modules[name], mesh)
-    for name in _owners_of_columns(plan):
-        _sum_inputs(modules[name], mesh, own_weights=plan.get(name) == "local_params")
-    if tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-def _owners_of_columns(plan: Mapping[str, str]) -> list[str]:
-    """Return the names of attentions and feed-forward parts whose input goes to columns alone."""
-    columns = (name.rpartition(".") for name, style in plan.items() if style == "colwise")
-    return [owner for owner, _, name in columns if name in ("q_proj", "up_proj")]
-
-
-def _free(module: nn.Module, name: str) -> None:
-    """Keep no more memory of a cut weight than its part: a slice would keep the whole weight."""
-    weight = module._parameters[name]
-    if isinstance(weight, DTensor):
-        local = weight._local_tensor
-        if local.untyped_storage().nbytes() > local.nbytes:
-            weight._local_tensor = local.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
