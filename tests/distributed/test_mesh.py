@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import tensor_axis, tensor_styles
+from burst_attention.integrations.hf import tensor_parts, tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, make_model
@@ -212,7 +212,7 @@ def test_chunks_of_tokens_reach_the_parts(pools):
 def chunks_of_a_part():
     """Count the weights that chunks of heads use of a rank's part."""
     model, _ = meshed("normed", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
-    with unittest.mock.patch.object(tensor_axis, "used", side_effect=tensor_axis.used) as used, torch.no_grad():
+    with unittest.mock.patch.object(tensor_parts, "used", side_effect=tensor_parts.used) as used, torch.no_grad():
         model(**batch_of("plain", 0))
     return used.call_count
 

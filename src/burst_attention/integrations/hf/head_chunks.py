@@ -23,7 +23,7 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
-from . import tensor_axis
+from . import tensor_parts
 from .known import is_tempered
 from .token_chunks import subclass
 
@@ -81,9 +81,9 @@ class _Structure:
         self.chunks, self.parts, self._compared = chunks, _parts(module), False
         query, self._name = config.num_attention_heads, type(module).__name__
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
-        self._axis = tensor_axis.axis_of(module)
+        self._axis = tensor_parts.axis_of(module)
         ranks = 1 if self._axis is None else self._axis.size()
-        if ranks > 1 and not tensor_axis.owns_columns(module):
+        if ranks > 1 and not tensor_parts.owns_columns(module):
             raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")
         self._heads = {side: count // ranks for side, count in self._whole.items()}  # of this rank
         for side, count in self._heads.items():
@@ -99,7 +99,7 @@ class _Structure:
             raise self._refusal(f"its parts are {', '.join(module._modules)}")
         weights = {n: p for n, p in module.named_parameters() if not n.startswith(f"{self._output}.")}
         self._names = tuple(weights)
-        self._segments = [self._segments_of(name, len(tensor_axis.part(weight))) for name, weight in weights.items()]
+        self._segments = [self._segments_of(name, len(tensor_parts.part(weight))) for name, weight in weights.items()]
         self._twin = self._empty_twin(module)
 
     def _refusal(self, reason: str) -> ValueError:
@@ -137,7 +137,7 @@ class _Structure:
         config: Any = module.config
         memo: dict[int, Any] = {id(config): config, id(vars(module).get("structure")): None}
         for weight in module.parameters():  # no copy, and nothing that outlives the sharding of the weights
-            own = tensor_axis.part(weight)
+            own = tensor_parts.part(weight)
             memo[id(weight)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=False)
         twin: Any = copy.deepcopy(module, memo)
         for part in twin.modules() if self._axis is not None else ():
@@ -172,7 +172,7 @@ class _Structure:
 
         projection = Projection(self.chunks, self.rows, project, getattr(attend, "sweeps", sweeps))
         if self._axis is not None:
-            live = {name: tensor_axis.used(x, self._axis) for name, x in live.items()}
+            live = {name: tensor_parts.used(x, self._axis) for name, x in live.items()}
         weights, output = [live[name] for name in self._names], getattr(module, self._output)
         if sharded := next((name for name, x in live.items() if isinstance(x, DTensor)), None):
             raise self._refusal(f"{sharded} is a DTensor; shard whole decoder layers, not their attention")
@@ -180,7 +180,7 @@ class _Structure:
             own = [live[f"{self._output}.{name}"] for name, _ in output.named_parameters()]
             if self._axis is None:
                 return attend_by_heads(hidden, weights, projection, output=own), None
-            return tensor_axis.summed(
+            return tensor_parts.summed(
                 attend_by_heads(hidden, weights, projection, output=own[:1]), *own[1:], axis=self._axis
             ), None
         return output(attend_by_heads(hidden, weights, projection).flatten(2)), None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from burst_attention.attention.batch import digest_of
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect
-from burst_attention.loss.head import AXIS, SAME_ON_AXIS, SummedGradient
+from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
 from .parts import HOOKS, origin_of
+from .tensor_parts import along_axis, forward_is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -40,9 +41,8 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     }
 }
-EXPERTS, _OF_EXPERTS = "ep_dispatch_experts", "grouped_gemm"  # styles of whole experts, and of their weights
+_OF_EXPERTS = "grouped_gemm"  # the style of weights of whole experts
 _CUT_HEADS = ("q_proj", "k_proj", "v_proj")
-_HOMES = ("transformers.distributed.tensor_parallel", f"{__package__}.tensor_styles")  # of replaced forwards
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,50 +58,6 @@ class Cut:
         raise TypeError(
             "a model cut by tensor parallelism can't be copied; build a second model, cut it, and load state_dict()"
         )
-
-
-def part(weight: Any) -> Any:
-    """Return this rank's part of a weight that only tensor parallelism cuts; another weight itself."""
-    return weight.to_local() if _along_axis(weight) and weight.device_mesh.ndim == 1 else weight
-
-
-def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a weight as a rank uses it for its heads: its part, or a whole weight whose gradient is summed."""
-    if _along_axis(weight):
-        return cast("Tensor", part(weight))
-    whole: Tensor = SummedGradient.apply(weight, mesh.get_group(), True)
-    return whole
-
-
-def summed(out: Tensor, *bias: Tensor, axis: DeviceMesh) -> Tensor:
-    """Return the sum of the ranks' products, and one bias."""
-    whole: Tensor = Summed.apply(out, axis.get_group())
-    return whole + bias[0] if bias else whole
-
-
-def axis_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the axis over which a module's weights are cut, or None."""
-    weights: Iterable[Any] = module.parameters()
-    return next((x.device_mesh for x in weights if _along_axis(x)), None)
-
-
-def owns_columns(module: nn.Module) -> bool:
-    """Return whether :func:`tensor_parallel` cuts the heads of an attention."""
-    return _forward_is_ours(module)
-
-
-class Summed(torch.autograd.Function):
-    """Sum over a group; the gradient passes unchanged, because every rank computes the same from the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
@@ -190,7 +146,7 @@ def ranks_of(model: Any) -> int:
 
 def is_cut_by_us(model: Any, module: nn.Module) -> bool:
     """Return whether a module's own forward is the one that :func:`tensor_parallel` gave it."""
-    return cut_of(model) is not None and _forward_is_ours(module)
+    return cut_of(model) is not None and forward_is_ours(module)
 
 
 def check_cut(model: nn.Module) -> None:
@@ -198,7 +154,7 @@ def check_cut(model: nn.Module) -> None:
     if cut_of(model) is not None:
         return
     for name, module in model.named_modules():
-        if _forward_is_ours(module) or any(_along_axis(x) for x in module.parameters(recurse=False)):
+        if forward_is_ours(module) or any(along_axis(x) for x in module.parameters(recurse=False)):
             raise ValueError(
                 f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
                 'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
@@ -221,7 +177,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 def check_attached(model: nn.Module) -> None:
     """Refuse adapters and hooks that would see parts of hidden states."""
     for name, module in model.named_modules():
-        hooks = [hook for kind in HOOKS for hook in vars(module)[kind].values()] if _forward_is_ours(module) else []
+        hooks = [hook for kind in HOOKS for hook in vars(module)[kind].values()] if forward_is_ours(module) else []
         if any(not origin_of(hook).startswith(("torch.distributed", "transformers.")) for hook in hooks):
             raise ValueError(
                 f"{name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
@@ -237,16 +193,6 @@ def check_attached(model: nn.Module) -> None:
 def digest_of_text(values: Mapping[str, str]) -> str:
     """Return a digest of names and values."""
     return digest_of(torch.tensor([*repr(sorted(values.items())).encode()]))
-
-
-def _forward_is_ours(module: nn.Module) -> bool:
-    """Return whether a module's forward is that of a style."""
-    own = getattr(vars(module).get("forward"), "__globals__", {})
-    return own.get("__name__") in _HOMES
-
-
-def _along_axis(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and AXIS in (weight.device_mesh.mesh_dim_names or ())
 
 
 def _check(model: Any, ranks: int) -> None:
@@ -276,6 +222,7 @@ def _check(model: Any, ranks: int) -> None:
 
 def _styles_of(model: Any, ranks: int) -> dict[str, str]:
     """Return the style of each module and parameter, by its name."""
+    styles = _styles()
     experts = dict(model.ep_plan or {})
     plan = _PLANS.get(model.config.model_type, model.tp_plan)
     plan = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))} | experts
@@ -287,7 +234,7 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
             raise ValueError(f"{name} has {count} experts, which {ranks} ranks can't share evenly; use other ranks")
     for name, style in expanded.items():
         module = modules.get(name)
-        if not _styles().known(style):
+        if not styles.known(style):
             raise ValueError(f"{name} has the style {style!r}, which this version of transformers does not have")
         if module is None:
             continue
@@ -299,7 +246,7 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
                 f"{name} is a {kind.__module__}.{kind.__name__}, an adapter or a quantized layer; cut a model with "
                 "plain weights"
             )
-    owners = _styles().owners_of_columns(expanded)
+    owners = styles.owners_of_columns(expanded)
     for name in (name for name, module in modules.items() if type(module) is nn.Linear):
         owner, given = name.rpartition(".")[0], expanded.get(name)
         right = given in ("colwise", "rowwise") if owner in owners else given != "colwise"

@@ -16,7 +16,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_lo
 
 from burst_attention.loss.head import SummedGradient
 
-from .tensor_axis import EXPERTS, Summed, part, summed
+from .tensor_parts import Summed, part, summed
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -114,7 +114,7 @@ _STYLES: Mapping[str, styles.TensorParallelLayer] = {
     "colwise": _Columns(),
     "rowwise": _Rows(),
     "replicated_with_grad_allreduce": _SummedWeights(),
-    EXPERTS: _WholeExperts(),
+    "ep_dispatch_experts": _WholeExperts(),
 }
 
 
