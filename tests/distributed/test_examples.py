@@ -101,6 +101,19 @@ def test_a_cache_of_two_ranks_is_continued_on_three(tmp_path):
     assert re.findall(r"^(\d) ranks, (\w+) cache: \[\d", printed, re.M) == [("2", "new"), ("3", "loaded")]
 
 
+@pytest.mark.slow
+def test_ray_restarts_killed_ranks_and_the_losses_have_the_same_bits(tmp_path):
+    pytest.importorskip("ray", reason="Ray is in no extra")
+    script = EXAMPLES["ray_train.py"]
+    whole = run(script, "--out", tmp_path / "whole", cwd=tmp_path)
+    killed = run(script, "--out", tmp_path / "killed", "--kill", "3", cwd=tmp_path)
+    assert "resumes at step 2" in killed
+    assert "resumes" not in whole
+    bits = re.findall(r"^step \d: loss [\d.]+ \((\S+)\)", whole, re.M)
+    assert len(set(bits)) == 6
+    assert re.findall(r"^step \d: loss [\d.]+ \((\S+)\)", killed, re.M) == bits
+
+
 @pytest.mark.long
 def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
     script = EXAMPLES["finetune_hf.py"]
