@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from burst_train.cli import train
 from burst_train.data.tokenizer import open_tokenizer
 from tests.support.processes import run_script
 
@@ -99,6 +100,19 @@ def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
 def test_a_cache_of_two_ranks_is_continued_on_three(tmp_path):
     printed = run(EXAMPLES["generate.py"], cwd=tmp_path)
     assert re.findall(r"^(\d) ranks, (\w+) cache: \[\d", printed, re.M) == [("2", "new"), ("3", "loaded")]
+
+
+def test_the_slurm_script_parses_and_its_options_exist(capsys):
+    script = ROOT / "examples" / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text("utf-8")
+    ours = text[text.index("burst_attention.cli train") :].splitlines()[0]
+    ours += "".join(line.split("slurm.sh", 1)[1] for line in text.splitlines() if "sbatch" in line)
+    options = set(re.findall(r" (--[a-z-]+)", ours))
+    assert {"--resume", "--deadline", "--config", "--device", "--out"} <= options
+    with pytest.raises(SystemExit, match="0"):
+        train.parse(["--help"])
+    assert options <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 @pytest.mark.slow
