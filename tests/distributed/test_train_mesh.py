@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
+from burst_attention.launch.join import join
 from burst_train.checkpoint.manifest import discard
+from burst_train.health.finite import first_gradient
 from burst_train.run.folder import list_checkpoints
 from burst_train.step.loop import train
+from burst_train.step.optim import clip_by_global_norm
+from burst_train.step.trainer import Trainer
 from tests.distributed.test_resume import changed, end_at
 from tests.support.hf_models import SMALL
 from tests.support.training import config_of, losses, norms, weights, write_corpus
@@ -69,6 +75,37 @@ def test_a_run_goes_on_over_another_mesh(pools, corpus, tmp_path, dtype, most):
     again = config_of(corpus, tmp_path / "again", **first | {"steps": STEPS + 2}, decay_steps=STEPS, resume=str(saved))
     pools(4).run(train, again)
     assert len(losses(tmp_path / "again")) == 2
+
+
+def named_and_timed(corpus, out):
+    """Find the first gradient that is not finite, after clipping; return its name and the axes' timeouts."""
+    config = config_of(corpus, out, tensor_parallel=2)
+    with join(device="cpu", timeout=45, tensor_parallel=2) as context:
+        trainer = Trainer(config, context)
+        sequences = [*itertools.islice(trainer.sequences, 1)]
+        trainer.backward(sequences)
+        with torch.no_grad():
+            trainer.model.model.model.layers[0].mlp.up_proj.weight.grad.to_local().view(-1)[0] = torch.nan
+        norm = clip_by_global_norm(trainer.model, 1.0)
+        groups = [context.mesh[name].get_group() for name in context.mesh.mesh_dim_names]
+        groups.append(context.mesh["data", "context"]._flatten("shards").get_group())
+        options = [group._get_backend(torch.device("cpu")).options for group in groups]
+        seconds = [each._timeout.total_seconds() for each in options]
+        return norm, first_gradient(trainer.model.model, []).name, seconds
+
+
+def test_a_gradient_that_is_not_finite_is_left_as_it_is(pools, corpus, tmp_path):
+    for norm, name, seconds in pools(2).run(named_and_timed, corpus, str(tmp_path / "out")):
+        assert math.isnan(norm) and name == "the gradient of model.layers.0.mlp.up_proj.weight"
+        assert seconds == [45.0] * 4
+
+
+@pytest.mark.parametrize("name", ["gemma3_text"])
+def test_buffers_of_a_loaded_model_follow_its_dtype(pools, corpus, tmp_path, name):
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | {"vocab_size": 259})).save_pretrained(tmp_path / name)
+    own = {"model": str(tmp_path / name), "tokenizer": "bytes", "dtype": "float64", "steps": 1}
+    pools(2).run(train, config_of(corpus, tmp_path / "out", **own))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DATA, CONTEXT, TENSOR = "data", "context", "tp"
+SHARDS = "shards"  # the axes of data and context as one, over which weights are sharded beside tensor parallelism
 
 
 def make_mesh(device_type: str, *, data_parallel: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
@@ -140,6 +141,11 @@ def join(*, device: str, timeout: float, data_parallel: int = 1, tensor_parallel
         )
     mesh = make_mesh(device_type, data_parallel=data_parallel, tensor_parallel=tensor_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
+    if tensor_parallel > 1:
+        axes.append(mesh[DATA, CONTEXT]._flatten(SHARDS))
+    for axis in axes:  # a mesh's groups have torch's default, 30 minutes
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), axis.get_group())
     yield RankContext(own_device, mesh, everyone)
     # Not in a finally block: after an error, destroying the group could block on ranks that still wait.
     if not joined:

@@ -22,6 +22,7 @@ from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
 from .memory import Remat
 from .models import Model
 
+WHOLE_HEADS = ("phi3", "qwen3_5_text")  # of some layers at least
 TENSOR = "/tp:"  # between a strategy's name and the number of ranks that cut the model
 
 
@@ -78,6 +79,7 @@ class ForecastRequest:
         cluster, heads, family = self.cluster, self.model.heads, self.model.family
         for wrong, text in (
             (family not in COMPARED, f"{family} is not among the models that --tensor-parallel takes"),
+            (family in WHOLE_HEADS, f"each rank computes all heads of {family}, which is not predicted"),
             (heads.kv_heads % ranks, f"{ranks} ranks can't cut the {heads.kv_heads} key-value heads"),
             (cluster.per_node % ranks, f"a node has {cluster.per_node} ranks, not a multiple of {ranks}"),
             (cluster.ranks % ranks, f"{ranks} must divide the {cluster.ranks} ranks"),

@@ -25,7 +25,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.parts import check_random
 from burst_attention.integrations.hf.stub_forward import body_of
-from burst_attention.launch.join import CONTEXT, DATA
+from burst_attention.launch.join import CONTEXT, DATA, SHARDS
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
@@ -252,11 +252,15 @@ def build_model(
     weights = dict(wrapper.state_dict()) if first else {}
     if tensor is not None:
         tensor_axis.cut(model, tensor, connect(resolve_group(tensor), None)[1])
-        everyone = mesh[DATA, CONTEXT]._flatten("shards")
+        everyone = mesh[DATA, CONTEXT]._flatten(SHARDS)
     parallelism.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer in wrapper.buffers():  # rotary frequencies, which are in no state dict
+    buffers = [*wrapper.buffers()]  # such as rotary frequencies, which are in no state dict
+    dtypes = [[buffer.dtype for buffer in buffers]]  # of a loaded model they follow the weights' dtype
+    dist.broadcast_object_list(dtypes, 0)
+    for buffer, kind in zip(buffers, dtypes[0], strict=True):
+        buffer.data = buffer.data.to(kind)
         dist.broadcast(buffer, 0)
     return wrapper
 

@@ -66,7 +66,8 @@ def _measure_resources(workload: Workload, own: Measurement, parallelism: Parall
     if not workload.rounds:  # such calls take too long to run twice
         own.seconds = [time.perf_counter() - start]
     own.peak, own.resident = peak - before, peak
-    own.predicted, own.counted = subject.predicted, subject.sent + collectives.activations
+    own.predicted = subject.predicted  # None if not all of a call's sums are counted
+    own.counted = None if own.predicted is None else subject.sent + collectives.activations
     own.fingerprints, own.sampled = subject.fingerprints(), sampled_error(workload, subject)
     own.chosen = subject.chosen
     del subject

@@ -164,7 +164,9 @@ class ModelSubject:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         sizes = workload.sizes.of_rank(_cut(parallelism))
         sent = parallelism.sent([self.plans[None]] * workload.layers, sizes, batch=1, dtype=workload.torch_dtype)
-        self.predicted = sum(sent) if workload.task == "train" else sent[0]
+        self.predicted: int | None = sum(sent) if workload.task == "train" else sent[0]
+        if _cut(parallelism) > 1:  # its sums are not counted
+            self.predicted = None
         self.chosen = in_words(parallelism, self.plans[None], workload)
         self._loss = 0.0
         self._logits: Tensor | None = None

@@ -99,6 +99,8 @@ class _Structure:
             raise self._refusal(f"its parts are {', '.join(module._modules)}")
         weights = {n: p for n, p in module.named_parameters() if not n.startswith(f"{self._output}.")}
         self._names = tuple(weights)
+        # Asked now: a forward around this one may hand the module parts in place of its own cut weights.
+        self._cut = {name for name, weight in module.named_parameters() if tensor_parts.along_axis(weight)}
         self._segments = [self._segments_of(name, len(tensor_parts.part(weight))) for name, weight in weights.items()]
         self._twin = self._empty_twin(module)
 
@@ -172,7 +174,8 @@ class _Structure:
 
         projection = Projection(self.chunks, self.rows, project, getattr(attend, "sweeps", sweeps))
         if self._axis is not None:
-            live = {name: tensor_parts.used(x, self._axis) for name, x in live.items()}
+            part, used = tensor_parts.part, tensor_parts.used
+            live = {name: part(x) if name in self._cut else used(x, self._axis) for name, x in live.items()}
         weights, output = [live[name] for name in self._names], getattr(module, self._output)
         if sharded := next((name for name, x in live.items() if isinstance(x, DTensor)), None):
             raise self._refusal(f"{sharded} is a DTensor; shard whole decoder layers, not their attention")

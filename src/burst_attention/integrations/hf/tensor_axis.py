@@ -284,7 +284,8 @@ def _digest(model: nn.Module) -> str:
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip gradients by the norm of all of them, over all ranks that hold parts. Call it on every rank.
 
-    Like :func:`torch.nn.utils.clip_grad_norm_`, which takes no weights of several meshes. A gradient that is a DTensor
+    Like :func:`torch.nn.utils.clip_grad_norm_`, which takes no weights of several meshes. If the norm is not finite,
+    the gradients stay as they are. A gradient that is a DTensor
     counts once, whole; one that is no DTensor is taken as equal on all ranks.
 
     Args:
@@ -313,7 +314,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
             dist.all_reduce(square, group=mesh.get_group(dim))
         total = total + square
     norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for x in every:
         if x.grad is not None:
             _local_of(x.grad).mul_(scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,7 @@ def part(weight: Any) -> Any:
 
 
 def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a weight as a rank uses it for its heads: its part, or a whole weight whose gradient is summed."""
-    if along_axis(weight):
-        return cast("Tensor", part(weight))
+    """Return a whole weight as a rank uses it for its heads; its gradient is summed over the axis."""
     whole: Tensor = SummedGradient.apply(weight, mesh.get_group(), True)
     return whole
 
