@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
+import _signal as signal  # built in: on a busy machine a Ctrl-C finds time within the import of ``signal``
 import os
-import signal
 import sys
-from typing import NoReturn
 
 STATUS = 128 + signal.SIGINT
 
@@ -25,7 +24,7 @@ def main() -> int:
     return cli.main()
 
 
-def _leave(*_: object) -> NoReturn:
+def _leave(*_: object) -> None:
     sys.stderr.write("burst: interrupted\n")
     sys.stderr.flush()
     os._exit(STATUS)

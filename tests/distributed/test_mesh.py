@@ -213,7 +213,7 @@ def test_chunks_of_tokens_reach_the_parts(pools):
 
 
 def chunks_of_a_part():
-    """Count the weights that chunks of heads use of a rank's part."""
+    """Count the whole weights that chunks of heads use, whose gradients are summed over the axis."""
     model, _ = meshed("normed", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
     with unittest.mock.patch.object(tensor_parts, "used", side_effect=tensor_parts.used) as used, torch.no_grad():
         model(**batch_of("plain", 0))
@@ -221,7 +221,7 @@ def chunks_of_a_part():
 
 
 def test_chunks_of_heads_are_of_the_parts(pools):
-    assert pools(4).run(chunks_of_a_part) == [2 * 2 * 6] * 4  # q, k, v, o and two norms; compared once; two layers
+    assert pools(4).run(chunks_of_a_part) == [2 * 2 * 2] * 4  # norms of q and k; compared once; two layers
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
