@@ -83,7 +83,7 @@ class _Structure:
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
         self._axis = tensor_parts.axis_of(module)
         ranks = 1 if self._axis is None else self._axis.size()
-        if ranks > 1 and not tensor_parts.owns_columns(module):
+        if ranks > 1 and not tensor_parts.forward_is_ours(module):
             raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")
         self._heads = {side: count // ranks for side, count in self._whole.items()}  # of this rank
         for side, count in self._heads.items():
@@ -183,9 +183,8 @@ class _Structure:
             own = [live[f"{self._output}.{name}"] for name, _ in output.named_parameters()]
             if self._axis is None:
                 return attend_by_heads(hidden, weights, projection, output=own), None
-            return tensor_parts.summed(
-                attend_by_heads(hidden, weights, projection, output=own[:1]), *own[1:], axis=self._axis
-            ), None
+            out = attend_by_heads(hidden, weights, projection, output=own[:1])
+            return tensor_parts.summed(out, own[1] if own[1:] else None, self._axis), None
         return output(attend_by_heads(hidden, weights, projection).flatten(2)), None
 
     @torch.no_grad()

@@ -92,13 +92,13 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         )
     agreement = connect(mesh.get_group(), None)[1]
     with agreement.entering("tensor_parallel"):
-        plan, _ = plan_of(model, mesh.size())
+        plan, heads = plan_of(model, mesh.size())
         if empty := next((name for name, x in model.named_parameters() if x.is_meta), None):
             raise ValueError(f"{empty} has no values (it is on the meta device); pass a model with whole weights")
         fields = {"model": type(model).__name__, "plan": digest_of_text(plan), "weights": _digest(model)}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
     agreement.agree("tensor_parallel", fields, remedy=remedy)
-    cut(model, mesh, agreement)
+    _cut(model, Cut(mesh, agreement, heads), plan)
     return model
 
 
@@ -116,9 +116,13 @@ def plan_of(model: Any, ranks: int) -> tuple[dict[str, str], int]:
 def cut(model: Any, mesh: DeviceMesh, agreement: Agreement) -> None:
     """Cut a model, whose weights this rank may not have yet; exchanges nothing."""
     plan, heads = plan_of(model, mesh.size())
-    if mesh.size() > 1:
-        _styles().apply(model, mesh, plan)
-        model._burst_cut = Cut(mesh, agreement, heads)
+    _cut(model, Cut(mesh, agreement, heads), plan)
+
+
+def _cut(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
+    if how.mesh.size() > 1:
+        _styles().apply(model, how.mesh, plan)
+        model._burst_cut = how
 
 
 def _styles() -> Any:
@@ -284,9 +288,9 @@ def _digest(model: nn.Module) -> str:
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip gradients by the norm of all of them, over all ranks that hold parts. Call it on every rank.
 
-    Like :func:`torch.nn.utils.clip_grad_norm_`, which takes no weights of several meshes. If the norm is not finite,
-    the gradients stay as they are. A gradient that is a DTensor
-    counts once, whole; one that is no DTensor is taken as equal on all ranks.
+    Like :func:`torch.nn.utils.clip_grad_norm_`, which takes no weights of several meshes. A gradient that is a DTensor
+    counts once, whole; one that is no DTensor is taken as equal on all ranks. If the norm is not finite, the gradients
+    stay as they are.
 
     Args:
         parameters: the model's, the same on every rank; those without a gradient count as 0.
@@ -306,14 +310,10 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         wide = torch.float64 if local.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(local, dtype=wide).square()
         squares[axes] = squares[axes] + square if axes in squares else square
-    total = (
-        torch.zeros(()) if not every else _local_of(every[0]).new_zeros((), dtype=next(iter(squares.values())).dtype)
-    )
     for (mesh, dims), square in squares.items():
         for dim in dims:
             dist.all_reduce(square, group=mesh.get_group(dim))
-        total = total + square
-    norm = total.sqrt()
+    norm = torch.as_tensor(sum(squares.values())).sqrt()
     scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for x in every:
         if x.grad is not None:

@@ -27,21 +27,16 @@ def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole
 
 
-def summed(out: Tensor, *bias: Tensor, axis: DeviceMesh) -> Tensor:
-    """Return the sum of the ranks' products, and one bias."""
-    whole: Tensor = Summed.apply(out, axis.get_group())
-    return whole + bias[0] if bias else whole
+def summed(out: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the ranks' products, plus the bias once."""
+    whole: Tensor = Summed.apply(out, mesh.get_group())
+    return whole if bias is None else whole + bias
 
 
 def axis_of(module: nn.Module) -> DeviceMesh | None:
     """Return the axis over which a module's weights are cut, or None."""
     weights: Iterable[Any] = module.parameters()
     return next((x.device_mesh for x in weights if along_axis(x)), None)
-
-
-def owns_columns(module: nn.Module) -> bool:
-    """Return whether :func:`tensor_parallel` cuts the heads of an attention."""
-    return forward_is_ours(module)
 
 
 class Summed(torch.autograd.Function):
@@ -59,10 +54,11 @@ class Summed(torch.autograd.Function):
 
 
 def along_axis(weight: Tensor) -> bool:
+    """Return whether a weight is a DTensor on a mesh with the axis "tp"."""
     return isinstance(weight, DTensor) and AXIS in (weight.device_mesh.mesh_dim_names or ())
 
 
 def forward_is_ours(module: nn.Module) -> bool:
-    """Return whether a module's forward is that of a style."""
+    """Return whether a module's forward is that of a style, by which it computes a part."""
     own = getattr(vars(module).get("forward"), "__globals__", {})
     return own.get("__name__") in _HOMES

@@ -59,8 +59,8 @@ class _Rows(styles.RowwiseParallel):
         """Replace the forward by one on this rank's part."""
 
         def forward(x: Tensor) -> Tensor:
-            bias = [] if module.bias is None else [part(module.bias)]
-            return summed(F.linear(x, part(module.weight)), *bias, axis=mesh)
+            bias = None if module.bias is None else part(module.bias)
+            return summed(F.linear(x, part(module.weight)), bias, mesh)
 
         module.forward = forward
         return module
