@@ -250,6 +250,24 @@ def digest_of(x: torch.Tensor) -> str:
     return f"{number} {list(x.shape)}"
 
 
+def digest_text(values: Mapping[Any, Any]) -> str:
+    """Return a digest of settings: names and values."""
+    return hashlib.blake2b(repr(sorted(values.items(), key=str)).encode(), digest_size=8).hexdigest()
+
+
+@torch.no_grad()
+def weight_samples(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return a digest of a few values of each tensor by name, except those that a rank may not have whole."""
+    whole = {
+        name: x
+        for name, x in weights
+        if type(x) in (torch.nn.Parameter, torch.Tensor) and not x.is_meta and x.numel() and not x.is_complex()
+    }
+    # Copies: FSDP2 could not free a weight that numpy had seen.
+    few = {name: x.flatten()[:: max(1, x.numel() // 8)][:8].to(torch.float64, copy=True) for name, x in whole.items()}
+    return {name: digest_of(values) for name, values in few.items()}
+
+
 def check_tokens(plan: Plan) -> None:
     """Raise ValueError if some rank has no token: transformers models can't run on an empty shard."""
     if plan.seqlen < plan.world:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from burst_attention.attention.batch import Reach
+from burst_attention.attention.batch import Reach, digest_text
 from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf import tensor_axis
-from burst_attention.integrations.hf.cached import SHORT, digest_text
+from burst_attention.integrations.hf.cached import SHORT
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
 from burst_attention.integrations.hf.models import layer_windows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from burst_attention.attention.batch import Plans, digest_of, mask_of
+from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of
 from burst_attention.attention.plan import Plan
 
 from . import arguments, converted, heads, known, models, stub_forward, vision
@@ -134,11 +133,6 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
             logits = _step(model, call, start, stop)
     out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
     return out if kwargs.get("return_dict", True) else out.to_tuple()
-
-
-def digest_text(values: Any) -> str:
-    """Return a digest of settings."""
-    return hashlib.blake2b(repr(sorted(values.items(), key=str)).encode(), digest_size=8).hexdigest()
 
 
 def _agreed(

@@ -25,7 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_of, shard_tokens
+from burst_attention.attention.batch import (
+    SAME_BATCH,
+    PlanCache,
+    Plans,
+    batch_fields,
+    digest_text,
+    shard_tokens,
+    weight_samples,
+)
 from burst_attention.attention.hardware import Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
@@ -546,11 +554,10 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
     }
-    if state.meeting.inner is not None:  # gradients of a weight are summed over the axis, or are not
-        trained = {name: x.requires_grad for name, x in model.named_parameters()}
-        fields["which parameters need a gradient"] = cached.digest_text(trained)
+    if state.meeting.inner is not None and state.right is not None:  # the axis sums gradients of a weight, or does not
+        fields["which parameters need a gradient"] = state.right.trained()
     if not (state.meeting.alone or state.compared):
-        fields[_WEIGHTS] = cached.digest_text(_samples(model))
+        fields[_WEIGHTS] = digest_text(_samples(model))
     return fields
 
 
@@ -560,27 +567,13 @@ def _fields_of_axes(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, A
     if cut is None:
         return {}, {}
     compares = call.plan.world > 1 and not state.compared
-    outer = {_PART: cached.digest_text(_samples(model, of=cut.mesh))} if compares else {}
+    outer = {_PART: digest_text(_samples(model, of=cut.mesh))} if compares else {}
     return outer, {"the plan": call.plan.schedule.description}
 
 
-@torch.no_grad()
 def _samples(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
-    """Return a digest of a few values of each parameter and buffer, by name, except sharded ones.
-
-    ``of``: this rank's parts of those that are cut over this mesh alone, in place of whole ones.
-    """
+    """Return digests of whole parameters and buffers by name; ``of``: of this rank's parts of those cut over a mesh."""
     every = [*model.named_parameters(), *model.named_buffers()]
     if of is not None:
         every = [(name, x.to_local()) for name, x in every if isinstance(x, DTensor) and x.device_mesh == of]
-    kinds = (nn.Parameter, torch.Tensor)
-    whole = {
-        name: p
-        for name, p in every
-        if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()
-    }
-    # Copies: FSDP2 could not free a weight that numpy had seen.
-    few = {
-        name: p.flatten()[:: max(1, p.numel() // 8)][:8].to(torch.float64, copy=True).cpu() for name, p in whole.items()
-    }
-    return {name: digest_of(values) for name, values in few.items()}
+    return weight_samples(every)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from burst_attention.attention.batch import digest_text
+
 from . import converted, known
 from .checks import dropouts_of
 from .known import is_called
@@ -128,12 +130,21 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = [*model.modules()]
+        self._weights = [vars(part)["_parameters"] for part in self._parts]
+        self._trained: tuple[list[bool], str] = ([], "")
         self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if _is_rate(name)]
         self._found = self._state()
 
     def unchanged(self) -> bool:
         """Return whether no part, hook, mode or rate has changed since this object was made."""
         return self._found == self._state()
+
+    def trained(self) -> str:
+        """Return a digest of which parameters need a gradient, in the order of the parts."""
+        flags = [x is not None and x.requires_grad for each in self._weights for x in each.values()]
+        if flags != self._trained[0]:
+            self._trained = flags, digest_text(dict(enumerate(flags)))
+        return self._trained[1]
 
     def _state(self) -> list[Any]:
         own = [vars(part) for part in self._parts]

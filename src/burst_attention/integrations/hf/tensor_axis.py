@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import digest_of
+from burst_attention.attention.batch import digest_text, weight_samples
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
@@ -95,7 +95,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         plan, heads = plan_of(model, mesh.size())
         if empty := next((name for name, x in model.named_parameters() if x.is_meta), None):
             raise ValueError(f"{empty} has no values (it is on the meta device); pass a model with whole weights")
-        fields = {"model": type(model).__name__, "plan": digest_of_text(plan), "weights": _digest(model)}
+        weights = digest_text(weight_samples(model.named_parameters()))
+        fields = {"model": type(model).__name__, "plan": digest_text(plan), "weights": weights}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
     agreement.agree("tensor_parallel", fields, remedy=remedy)
     _cut(model, Cut(mesh, agreement, heads), plan)
@@ -194,11 +195,6 @@ def check_attached(model: nn.Module) -> None:
             )
 
 
-def digest_of_text(values: Mapping[str, str]) -> str:
-    """Return a digest of names and values."""
-    return digest_of(torch.tensor([*repr(sorted(values.items())).encode()]))
-
-
 def _check(model: Any, ranks: int) -> None:
     """Refuse a model that can't be cut, or was not compared with one process."""
     if not isinstance(model, PreTrainedModel):
@@ -275,13 +271,6 @@ def _ranks_of_heads(model: Any, plan: Mapping[str, str], ranks: int) -> int:
                 f"{'fewer' if count < ranks else 'other'} ranks"
             )
     return ranks
-
-
-@torch.no_grad()
-def _digest(model: nn.Module) -> str:
-    """Return a digest of a few values of each weight."""
-    few = [x.detach().flatten()[:: max(1, x.numel() // 8)][:8].double().cpu() for x in model.parameters() if x.numel()]
-    return digest_of(torch.cat(few))
 
 
 @torch.no_grad()
