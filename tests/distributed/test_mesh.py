@@ -65,7 +65,9 @@ def model_of(name, dtype=torch.float64, **changes):
     return model
 
 
+@functools.cache
 def mesh_of(dp, cp, tp):
+    """The mesh of a process: its groups are made once."""
     return init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=NAMES)
 
 
