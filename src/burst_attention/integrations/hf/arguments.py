@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
+from .classes import stock_class
 
 BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
@@ -224,7 +225,7 @@ def counts_positions(body: Any) -> Any:
     embeddings = getattr(body, "embeddings", None)
     if getattr(embeddings, "padding_idx", None) is None:
         return None
-    home = sys.modules[getattr(embeddings, "stock_class", type(embeddings)).__module__]
+    home = sys.modules[stock_class(embeddings).__module__]
     name = "create_position_ids_from_input_ids"
     return getattr(embeddings, name, getattr(home, name, None))
 

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
@@ -27,9 +28,9 @@ from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks, known
 from .checks import ALONE, ATTRIBUTE, plans_of
+from .classes import Converted, become, revert, stock_class
 from .dealt import DealtCache, Step
 from .own_attention import OwnAttention
-from .token_chunks import subclass
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 _CACHES = ("cache_params", "past_key_values")  # how mixers call their cache
@@ -39,50 +40,35 @@ _CACHED = frozenset({"gated delta", "Kimi delta", "Mamba 2", "convolution"})
 
 def convert(body: nn.Module) -> None:
     """Make the known modules of a model run on shards. Changes classes in place; a second call changes nothing."""
-    for module, mixin in _kinds(body):
-        if not isinstance(module, mixin):
-            kind: Any = type(module)
-            module.__class__ = subclass(mixin, kind)
+    for _, module, mixin in _kinds(body):
+        become(module, mixin)
 
 
-def _kinds(body: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, mixin) for each module whose class must change."""
+def _kinds(body: nn.Module) -> Iterator[tuple[str, nn.Module, type[Converted]]]:
+    """Yield (name, module, mixin) for each module whose class must change."""
     poolers = {id(pooler) for pooler in poolers_of(body)}
-    for module in body.modules():
-        kind = _kind(module, poolers)
+    for name, module in [*body.named_modules()]:
+        if isinstance(module, GradientCheckpointingLayer):
+            inside = any(known.mechanism(each) or known.gets_no_keywords(each) for each in module.modules())
+            kind: type[Converted] | None = _Layer if inside else None
+        else:
+            own = _Unpooled if id(module) in poolers else None
+            kind = next((kind for judge, kind in _JUDGES if judge(module)), own)
         if kind is not None:
-            yield module, kind
-
-
-def _kind(module: nn.Module, poolers: set[int]) -> Any:
-    if isinstance(module, GradientCheckpointingLayer):
-        inside = any(known.mechanism(each) or known.gets_no_keywords(each) for each in module.modules())
-        return _Layer if inside else None
-    if known.mechanism(module):
-        return _Mixer
-    if known.is_tempered(module):
-        return _Tempered
-    if known.scores_itself(module):
-        return OwnAttention
-    if known.is_counted(module):
-        return _Placed
-    return _Unpooled if id(module) in poolers else None
+            yield name, module, kind
 
 
 def restore(body: nn.Module) -> None:
     """Undo :func:`convert`."""
     for module in body.modules():
-        if isinstance(module, _ALL):
-            module.__class__ = module.stock_class
+        revert(module, Converted)
 
 
 def check_converted(model: nn.Module) -> None:
     """Refuse a model with a module that would run on the shard alone."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for module, mixin in _kinds(model):
-        if mixin in _ALONE_WRONG and not isinstance(module, mixin):
-            name = f"{names[id(module)]} ({type(module).__name__})"
-            raise ValueError(f"{name} {_ALONE_WRONG[mixin]}; call hf.parallelize(model)")
+    for name, module, mixin in _kinds(model):
+        if mixin.wrong_alone and not isinstance(module, mixin):
+            raise ValueError(f"{name} ({type(module).__name__}) {mixin.wrong_alone}; call hf.parallelize(model)")
 
 
 def check_cached(body: nn.Module) -> None:
@@ -119,7 +105,7 @@ def hands_plans(model: nn.Module) -> bool:
 @contextmanager
 def converted(body: nn.Module) -> Iterator[None]:
     """Convert a model inside this context only."""
-    before = any(isinstance(each, _ALL) for each in body.modules())
+    before = any(isinstance(each, Converted) for each in body.modules())
     convert(body)
     try:
         yield
@@ -135,11 +121,12 @@ def running(body: nn.Module, plans: Any = ALONE) -> AbstractContextManager[None]
 
 def takers_of(body: nn.Module) -> list[nn.Module]:
     """Return the modules that get plans other than by keywords."""
-    return [each for each in body.modules() if isinstance(each, _TAKERS)]
+    return [each for each in body.modules() if isinstance(each, Converted) and each.takes_plans]
 
 
 @contextmanager
 def handing(modules: list[nn.Module], plans: Any) -> Iterator[None]:
+    """Give plans to some modules inside this context."""
     for each in modules:
         setattr(each, ATTRIBUTE, plans)
     try:
@@ -155,10 +142,10 @@ def given_to(module: nn.Module) -> Any:
     return None if plans is ALONE else plans
 
 
-class _Layer(nn.Module):
+class _Layer(Converted):
     """A decoder layer: hands its plans to modules inside it, also if checkpointing runs it again later."""
 
-    stock_class: Any
+    takes_plans = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.get("plan", vars(self).get(ATTRIBUTE))
@@ -171,10 +158,10 @@ class _Layer(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-class _Mixer(nn.Module):
+class _Mixer(Converted):
     """A mixer whose kernels run on shards."""
 
-    stock_class: Any
+    wrong_alone = "passes a state from token to token, which would begin at this rank's shard"
 
     @torch.compiler.disable  # the function with our kernels is made for each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +182,7 @@ class _Mixer(nn.Module):
 
 def over_runs(mixer: nn.Module, exchange: RunExchange) -> Callable[..., Any]:
     """Return the forward of a known mixer over runs. It takes the same arguments as the stock forward."""
-    kind = known.stock_class(mixer)
+    kind = stock_class(mixer)
     if known.mechanism(mixer) == "lightning":
         return functools.partial(_lightning, mixer, exchange)
     home = sys.modules[kind.__module__]
@@ -227,25 +214,23 @@ def _lightning(mixer: Any, exchange: RunExchange, hidden_states: Tensor, *_: Any
     return mixer.out_proj(F.sigmoid(mixer.output_gate(hidden_states)) * out), None
 
 
+@dataclass(frozen=True)
 class _Places:
-    """Stands for a cache, by whose length the attention counts its tokens; here by a tensor of their places."""
+    """Stands for a cache, whose length is each local token's place in its document less its number."""
 
-    def __init__(self, offset: Tensor) -> None:
-        self._offset = offset
+    offset: Tensor
 
     def get_seq_length(self, _: int) -> Tensor:
-        """Return the difference between each local token's place in its document and its number."""
-        return self._offset
+        return self.offset
 
     def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values as they are."""
         return key, value
 
 
-class _Tempered(nn.Module):
+class _Tempered(Converted):
     """An attention of Llama 4 that scales queries by their places in their documents."""
 
-    stock_class: Any
+    wrong_alone = "scales queries by their places, which it would count from the shard's start"
 
     def forward(
         self,
@@ -265,13 +250,11 @@ class _Tempered(nn.Module):
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
-class _Placed(nn.Module):
-    """An embedding of positions that takes those of this rank's tokens in their documents from the plan.
+class _Placed(Converted):
+    """An embedding of positions, for decoders that count their input's tokens: takes positions from the plan."""
 
-    Decoders of encoder-decoder families take no ``position_ids``: they count their input's tokens.
-    """
-
-    stock_class: Any
+    takes_plans = True
+    wrong_alone = "embeds positions counted from the shard's start"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = plans_of(self)
@@ -281,13 +264,11 @@ class _Placed(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-class _Unpooled(nn.Module):
-    """A pooler, which scores a whole sequence by its first token: a body's shard may not have it.
+class _Unpooled(Converted):
+    """A pooler scores a sequence by its first token. On shards it returns None; :func:`pooled` runs it later."""
 
-    Inside of a parallel body it returns None. The model's head gets the result for the whole hidden states.
-    """
-
-    stock_class: Any
+    takes_plans = True
+    wrong_alone = "scores the shard's first token, not the sequence's (add_pooling_layer=False builds none)"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = vars(self).get(ATTRIBUTE, ALONE)
@@ -309,16 +290,12 @@ def pooled(body: Any, hidden: Tensor) -> Tensor | None:
     return result
 
 
-_ALL = (_Layer, _Mixer, _Tempered, OwnAttention, _Placed, _Unpooled)
-_TAKERS = (_Layer, OwnAttention, _Placed, _Unpooled)
-# What each would do wrong if it ran on a shard alone.
-_ALONE_WRONG = {
-    _Mixer: "passes a state from token to token, which would begin at this rank's shard",
-    _Tempered: "scales queries by their places, which it would count from the shard's start",
-    _Placed: "embeds positions counted from the shard's start",
-    OwnAttention: "computes its attention itself, over this rank's shard alone",
-    _Unpooled: "scores the shard's first token, not the sequence's (add_pooling_layer=False builds none)",
-}
+_JUDGES: tuple[tuple[Callable[[nn.Module], Any], type[Converted]], ...] = (
+    (known.mechanism, _Mixer),
+    (known.is_tempered, _Tempered),
+    (known.scores_itself, OwnAttention),
+    (known.is_counted, _Placed),
+)
 
 
 def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
+from .classes import become, revert, stock_class
 from .known import is_tempered
-from .token_chunks import subclass
 
 # The projections whose output rows belong to heads: which heads, in order.
 _ROWS = {
@@ -44,15 +44,14 @@ _COMPARED = 5  # tokens
 
 def by_heads(module: nn.Module, chunks: int) -> None:
     """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place."""
-    structure, kind = _Structure(module, chunks), cast("Any", type(module))
-    module.__class__ = subclass(_ByHeads, kind)
+    structure = _Structure(module, chunks)
+    become(module, _ByHeads)
     module.structure = structure  # type: ignore[assignment]
 
 
 def whole_heads(module: nn.Module) -> None:
     """Undo :func:`by_heads`."""
-    if isinstance(module, _ByHeads):
-        module.__class__ = module.stock_class
+    if revert(module, _ByHeads):
         del module.structure
 
 
@@ -144,7 +143,7 @@ class _Structure:
         twin: Any = copy.deepcopy(module, memo)
         for part in twin.modules() if self._axis is not None else ():
             vars(part).pop("forward", None)  # it would use the module's own weights
-        twin.__class__ = getattr(module, "stock_class", type(module))
+        twin.__class__ = stock_class(module)
         twin.config = copy.copy(config)
         for side, names in _COUNTS.items():
             for name in names:

@@ -13,6 +13,13 @@ from torch import nn
 
 from burst_attention.recurrence import kernels
 
+from .classes import stock_class
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Kernels over runs, by the names under which modeling files call the kernel over a whole sequence.
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": kernels.convolution,
@@ -23,89 +30,53 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": kernels.no_fused_kernel,
     "mamba_inner_fn": kernels.no_fused_kernel,
 }
-_CONVOLUTION = frozenset({"causal_conv1d_fn"})
+_CONVOLUTION = _names("causal_conv1d_fn")
 _GATED_DELTA = _CONVOLUTION | {"torch_chunk_gated_delta_rule"}
 _KIMI_DELTA = _CONVOLUTION | {"chunk_kimi_delta_attention"}
 _MAMBA_2 = _CONVOLUTION | {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"}
 _SCAN = _CONVOLUTION | {"mamba_selective_scan"}
 _MAMBA_1 = _SCAN | {"mamba_inner_fn"}
-_DECAYS = frozenset({"slope_rate", "query_decay", "key_decay", "diagonal_decay"})  # attributes, not kernels
-# Each class's mechanism, as docs/models.md names it, and which names of KERNELS and _DECAYS its forward uses.
-_MIXERS: Mapping[str, tuple[str, frozenset[str]]] = {
-    "BailingHybridDeltaAttention": ("Kimi delta", _KIMI_DELTA),
-    "BambaMixer": ("Mamba 2", _MAMBA_2),
-    "FalconH1Mixer": ("Mamba 2", _MAMBA_2),
-    "FalconMambaMixer": ("Mamba 1", _MAMBA_1),
-    "GraniteMoeHybridMambaLayer": ("Mamba 2", _MAMBA_2),
-    "JambaMambaMixer": ("Mamba 1", _SCAN),
-    "KimiLinearDeltaAttention": ("Kimi delta", _KIMI_DELTA),
-    "Lfm2MoeShortConv": ("convolution", _CONVOLUTION),
-    "Lfm2ShortConv": ("convolution", _CONVOLUTION),
-    "Lfm3ShortConv": ("convolution", _CONVOLUTION),
-    "Mamba2Mixer": ("Mamba 2", _MAMBA_2),
-    "MambaMixer": ("Mamba 1", _MAMBA_1),
-    "MiniMaxLightningAttention": ("lightning", _DECAYS),
-    "NemotronHMamba2Mixer": ("Mamba 2", _MAMBA_2),
-    "OlmoHybridGatedDeltaNet": ("gated delta", _GATED_DELTA),
-    "Qwen3NextGatedDeltaNet": ("gated delta", _GATED_DELTA),
-    "Qwen3_5GatedDeltaNet": ("gated delta", _GATED_DELTA),
-    "Qwen3_5MoeGatedDeltaNet": ("gated delta", _GATED_DELTA),
-    "Zamba2MambaMixer": ("Mamba 2", _MAMBA_2),
-    "ZambaMambaMixer": ("Mamba 1", _SCAN),
-}
-
-
+_DECAYS = _names("slope_rate query_decay key_decay diagonal_decay")  # attributes, not kernels
+# Mechanisms, as docs/models.md names them, which names of KERNELS and _DECAYS a forward uses, and the classes.
+_MECHANISMS = (
+    ("Kimi delta", _KIMI_DELTA, "BailingHybridDeltaAttention KimiLinearDeltaAttention"),
+    ("Mamba 2", _MAMBA_2, "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer"),
+    ("Mamba 2", _MAMBA_2, "NemotronHMamba2Mixer Zamba2MambaMixer"),
+    ("Mamba 1", _MAMBA_1, "FalconMambaMixer MambaMixer"),
+    ("Mamba 1", _SCAN, "JambaMambaMixer ZambaMambaMixer"),
+    ("convolution", _CONVOLUTION, "Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv"),
+    ("lightning", _DECAYS, "MiniMaxLightningAttention"),
+    ("gated delta", _GATED_DELTA, "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"),
+    ("gated delta", _GATED_DELTA, "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"),
+)
+_MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
 # Kinds of layers in configurations that have one mixer each.
-LISTED = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mamba2"})
-
+LISTED = _names("linear_attention conv hybrid mamba mamba2")
 # Attentions that compute their scores themselves, by the folder of their modeling file (``own_attention``).
-SCORES = frozenset(
-    {
-        "big_bird.BigBirdSelfAttention",
-        "codegen.CodeGenAttention",
-        "falcon.FalconAttention",
-        "gpt_neo.GPTNeoSelfAttention",
-        "gpt_neox_japanese.GPTNeoXJapaneseAttention",
-        "gptj.GPTJAttention",
-        "megatron_bert.MegatronBertSelfAttention",
-        "mvp.MvpAttention",
-        "openai.Attention",
-        "rembert.RemBertSelfAttention",
-        "roformer.RoFormerSelfAttention",
-        "trocr.TrOCRAttention",
-        "xglm.XGLMAttention",
-    }
+SCORES = _names(
+    """
+    big_bird.BigBirdSelfAttention codegen.CodeGenAttention falcon.FalconAttention gpt_neo.GPTNeoSelfAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention gptj.GPTJAttention megatron_bert.MegatronBertSelfAttention
+    mvp.MvpAttention openai.Attention rembert.RemBertSelfAttention roformer.RoFormerSelfAttention
+    trocr.TrOCRAttention xglm.XGLMAttention
+    """
 )
 # Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
-KEEP_POSITIONS = (
-    "CohereCompassAttention",
-    "GPTBigCodeAttention",
-    "GraniteMoeHybridAttention",
-    "Llama4TextAttention",
-    "MoshiAttention",
-    "ModernBertAttention",
-    "MultiHeadAttention",  # CTRL
-    "NemotronAttention",
-    "PersimmonAttention",
-    "WhisperAttention",
-    "ZambaAttention",
+KEEP_POSITIONS = _names(  # MultiHeadAttention is CTRL's
+    """
+    CohereCompassAttention GPTBigCodeAttention GraniteMoeHybridAttention Llama4TextAttention MoshiAttention
+    ModernBertAttention MultiHeadAttention NemotronAttention PersimmonAttention WhisperAttention ZambaAttention
+    """
 )
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
-_COUNTED = frozenset(
-    {
-        "BartLearnedPositionalEmbedding",
-        "BigBirdPegasusLearnedPositionalEmbedding",
-        "BlenderbotLearnedPositionalEmbedding",
-        "BlenderbotSmallLearnedPositionalEmbedding",
-        "MBartLearnedPositionalEmbedding",
-        "MarianSinusoidalPositionalEmbedding",
-        "MvpLearnedPositionalEmbedding",
-        "PLBartLearnedPositionalEmbedding",
-        "PegasusSinusoidalPositionalEmbedding",
-        "RoFormerSinusoidalPositionalEmbedding",
-        "TrOCRLearnedPositionalEmbedding",
-    }
+_COUNTED = _names(
+    """
+    BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
+    BlenderbotSmallLearnedPositionalEmbedding MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding
+    MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding PegasusSinusoidalPositionalEmbedding
+    RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding
+    """
 )
 # Model types whose configuration has a window, but whose layers use none in transformers.
 WITHOUT_WINDOW = ("moshi",)
@@ -145,59 +116,29 @@ REFUSED_LAYERS: Mapping[str, str] = {
 }
 OTHER_LAYER = "such a layer mixes tokens without the attention"
 
-# PEFT adapters that treat each token independently, by module (without "peft.tuners.") and by the class that defines
-# the forward, which we read. A class name alone is not enough: one of PEFT's thirty classes called ``Linear`` averages
-# over all tokens of its input. Unlisted adapters, future ones included, are refused.
-ADAPTERS: Mapping[str, tuple[str, ...]] = {
-    "adalora.bnb": ("SVDLinear4bit", "SVDLinear8bitLt"),
-    "adalora.gptq": ("SVDQuantLinear",),
-    "adalora.layer": ("SVDLinear",),
-    "adamss.layer": ("Linear",),
-    "beft.layer": ("Linear",),
-    "boft.layer": ("Linear",),
-    "c3a.layer": ("C3ALinear",),
-    "deft.layer": ("DeftLinear",),
-    "delora.layer": ("DeloraLinear",),
-    "fourierft.layer": ("FourierFTLinear",),
-    "frod.layer": ("Linear",),
-    "glora.layer": ("GloraEmptyPath", "GloraLinear", "GloraLoraPath", "GloraScalarPath", "GloraVectorPath"),
-    "gralora.layer": ("Linear",),
-    "hira.bnb": ("Linear4bit", "Linear8bitLt"),
-    "hira.layer": ("Embedding", "Linear"),
-    "hra.layer": ("HRALinear",),
-    "ia3.bnb": ("Linear4bit", "Linear8bitLt"),
-    "ia3.layer": ("Linear",),
-    "ln_tuning.layer": ("LNTuningLayer",),
-    "loha.layer": ("LoHaLayer",),
-    "lokr.layer": ("LoKrLayer",),
-    "lora.aqlm": ("AqlmLoraLinear",),
-    "lora.arrow": ("ArrowLoraLinearLayer",),
-    "lora.awq": ("AwqLoraLinear",),
-    "lora.bnb": ("Linear4bit", "Linear8bitLt"),
-    "lora.dora": ("DoraEmbeddingLayer", "DoraLinearLayer"),
-    "lora.eetq": ("EetqLoraLinear",),
-    "lora.gptq": ("GPTQLoraLinear",),
-    "lora.hqq": ("HqqLoraLinear",),
-    "lora.layer": ("Embedding", "Linear", "ParamWrapper", "_LoraFactorsProxy", "_LoraParameterProxy"),
-    "lora.variants": ("BlockDiagonalLinear",),
-    "miss.layer": ("MissLinear",),
-    "oft.layer": ("Embedding", "Linear", "OFTRotationModule"),
-    "osf.layer": ("Linear",),
-    "peanut.layer": ("Linear",),
-    "psoft.layer": ("Linear", "OrthLayer"),
-    "randlora.bnb": ("Linear4bit", "Linear8bitLt"),
-    "randlora.layer": ("Linear",),
-    "road.bnb": ("Linear4bit", "Linear8bitLt"),
-    "road.layer": ("Linear",),
-    "shira.layer": ("Linear",),
-    "supertuning.layer": ("Linear",),
-    "tinylora.layer": ("Embedding", "Linear"),
-    "trainable_tokens.layer": ("TrainableTokensLayer",),
-    "unilora.layer": ("Linear",),
-    "vblora.layer": ("Linear",),
-    "vera.layer": ("Linear",),
-    "waveft.layer": ("WaveFTLinear",),
-}
+# PEFT adapters that treat each token independently, by the class that defines the forward, which we read, without
+# "peft.tuners.". A class name alone is not enough: one of PEFT's thirty classes called ``Linear`` averages over all
+# tokens of its input. Unlisted adapters, future ones included, are refused.
+ADAPTERS = _names(
+    """
+    adalora.bnb.SVDLinear4bit adalora.bnb.SVDLinear8bitLt adalora.gptq.SVDQuantLinear adalora.layer.SVDLinear
+    adamss.layer.Linear beft.layer.Linear boft.layer.Linear c3a.layer.C3ALinear deft.layer.DeftLinear
+    delora.layer.DeloraLinear fourierft.layer.FourierFTLinear frod.layer.Linear glora.layer.GloraEmptyPath
+    glora.layer.GloraLinear glora.layer.GloraLoraPath glora.layer.GloraScalarPath glora.layer.GloraVectorPath
+    gralora.layer.Linear hira.bnb.Linear4bit hira.bnb.Linear8bitLt hira.layer.Embedding hira.layer.Linear
+    hra.layer.HRALinear ia3.bnb.Linear4bit ia3.bnb.Linear8bitLt ia3.layer.Linear ln_tuning.layer.LNTuningLayer
+    loha.layer.LoHaLayer lokr.layer.LoKrLayer lora.aqlm.AqlmLoraLinear lora.arrow.ArrowLoraLinearLayer
+    lora.awq.AwqLoraLinear lora.bnb.Linear4bit lora.bnb.Linear8bitLt lora.dora.DoraEmbeddingLayer
+    lora.dora.DoraLinearLayer lora.eetq.EetqLoraLinear lora.gptq.GPTQLoraLinear lora.hqq.HqqLoraLinear
+    lora.layer.Embedding lora.layer.Linear lora.layer.ParamWrapper lora.layer._LoraFactorsProxy
+    lora.layer._LoraParameterProxy lora.variants.BlockDiagonalLinear miss.layer.MissLinear oft.layer.Embedding
+    oft.layer.Linear oft.layer.OFTRotationModule osf.layer.Linear peanut.layer.Linear psoft.layer.Linear
+    psoft.layer.OrthLayer randlora.bnb.Linear4bit randlora.bnb.Linear8bitLt randlora.layer.Linear
+    road.bnb.Linear4bit road.bnb.Linear8bitLt road.layer.Linear shira.layer.Linear supertuning.layer.Linear
+    tinylora.layer.Embedding tinylora.layer.Linear trainable_tokens.layer.TrainableTokensLayer unilora.layer.Linear
+    vblora.layer.Linear vera.layer.Linear waveft.layer.WaveFTLinear
+    """
+)
 # These wrap a module to train a copy of it. The copy is a submodule, so it is checked separately.
 ADAPTER_WRAPPERS = ("peft.utils.other.AuxiliaryTrainingWrapper", "peft.utils.other.ModulesToSaveWrapper")
 _DRAWS = "draws random values for its weights, different on each rank"
@@ -209,15 +150,11 @@ REFUSED_ADAPTERS = {
     "pvera.layer.Linear": "draws random values for its hidden states, different on each rank",
 }
 # LoRA variants: objects that compute instead of the layer.
-VARIANTS = (
-    "ArrowLinearVariant",
-    "BdLoraLinearVariant",
-    "DoraEmbeddingVariant",
-    "DoraLinearVariant",
-    "KasaLinearVariant",
-    "MiCAEmbeddingVariant",
-    "MiCALinearVariant",
-    "QALoraLinearVariant",
+VARIANTS = _names(
+    """
+    ArrowLinearVariant BdLoraLinearVariant DoraEmbeddingVariant DoraLinearVariant KasaLinearVariant
+    MiCAEmbeddingVariant MiCALinearVariant QALoraLinearVariant
+    """
 )
 REFUSED_VARIANTS = {
     "ALoraLinearVariant": "acts on the last tokens of the whole input (alora_offsets), but a rank has only a shard",
@@ -225,11 +162,6 @@ REFUSED_VARIANTS = {
     "VeloraLinearVariant": "compresses along the mean of all tokens in its input, but a rank has only a shard",
 }
 UNKNOWN_ADAPTER = "is not among the PEFT adapters known to treat each token independently"
-
-
-def stock_class(module: nn.Module) -> Any:
-    """Return the class of a module before we replaced it."""
-    return getattr(module, "stock_class", type(module))
 
 
 def is_called(module: nn.Module, role: str) -> bool:
@@ -244,13 +176,10 @@ def code_names(function: Any) -> frozenset[str]:
 
 
 def mechanism(module: nn.Module) -> str | None:
-    """Return the name of a known mixer's mechanism; None for any other module.
-
-    If another version of transformers calls other kernels, the mixer is unknown and is refused.
-    """
+    """Return a known mixer's mechanism; None for other modules, and if its transformers calls other kernels."""
     kind = stock_class(module)
-    name, called = _MIXERS.get(kind.__name__, (None, frozenset()))
-    return name if name is not None and code_names(kind.forward) & (KERNELS.keys() | _DECAYS) == called else None
+    name, used = _MIXERS.get(kind.__name__, (None, frozenset()))
+    return name if name is not None and code_names(kind.forward) & (KERNELS.keys() | _DECAYS) == used else None
 
 
 def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -279,8 +208,8 @@ def is_counted(module: nn.Module) -> bool:
 
 def is_tempered(module: nn.Module) -> bool:
     """Return whether an attention (Llama 4's) scales queries by their places, counted from the shard's start."""
-    own = type(module).__name__ == "Llama4TextAttention"
-    return own and bool(module.attn_temperature_tuning) and not module.use_rope
+    own: Any = module
+    return type(own).__name__ == "Llama4TextAttention" and bool(own.attn_temperature_tuning) and not own.use_rope
 
 
 def states_causal(module: nn.Module) -> bool:

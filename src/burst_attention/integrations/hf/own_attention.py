@@ -13,26 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import Plans
 
 from .checks import ALONE, UNSTATED, MaskRequest, plans_of
+from .classes import Converted
 from .known import states_causal
 
 _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in every dtype
 
 
-class OwnAttention(nn.Module):
+class OwnAttention(Converted):
     """A known attention whose scores our attention computes."""
 
-    stock_class: Any
+    takes_plans = True
+    wrong_alone = "computes its attention itself, over this rank's shard alone"
 
     @torch.compiler.disable  # it runs under a mode of torch functions
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stock forward with our attention in place of its product, mask and softmax."""
         plans = plans_of(self)
         if plans is ALONE:
             return super().forward(*args, **kwargs)
@@ -40,7 +41,7 @@ class OwnAttention(nn.Module):
 
 
 def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run the forward of a known attention."""
+    """Run a stock forward with our attention in place of its product, mask and softmax."""
     given = [*args, *kwargs.values()]
     request = next((each for each in given if isinstance(each, MaskRequest)), None)
     args = [None if isinstance(each, MaskRequest) else each for each in args]
@@ -62,12 +63,10 @@ class _LayerCall:
 
     @property
     def length(self) -> int:
-        """The number of local tokens."""
         return self.plans.one.length
 
     @property
-    def window(self) -> int | None:
-        """The sliding window; only GPT Neo has one."""
+    def window(self) -> int | None:  # only GPT Neo has one
         local = getattr(self.module, "attention_type", None) == "local"
         return int(self.module.config.window_size) if local else None
 
@@ -78,15 +77,11 @@ class _LayerCall:
             "where it sees the whole sequence"
         )
 
-    def visible(self, device: Any) -> Tensor:
-        """Return bool [T, T], True where the layer's own mask shows a local key to a local query."""
-        seen = torch.ones(self.length, self.length, dtype=torch.bool, device=device).tril()
-        return seen if self.window is None else seen & ~seen.tril(-self.window)
-
-    @property
-    def causal(self) -> bool:
-        """Whether the layer says that it is causal."""
-        return states_causal(self.module)
+    def is_mask(self, seen: Tensor) -> bool:
+        """Return whether a mask of local keys is the layer's own: causal, and its window."""
+        own = torch.ones(self.length, self.length, dtype=torch.bool, device=seen.device).tril()
+        own = own if self.window is None else own & ~own.tril(-self.window)
+        return states_causal(self.module) and seen.shape[-2:] == own.shape and bool((seen.bool() == own).all())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
         """Return our attention's output in the layout of ``v``: [B, H, T, D] or [B H, T, D]."""
@@ -101,7 +96,7 @@ class _LayerCall:
             position_ids=self.plans.positions,
             dropout=dropout,
             scaling=scale,
-            is_causal=self.causal,
+            is_causal=states_causal(self.module),
             sliding_window=UNSTATED if self.window is None else self.window,
         )
         out = out.transpose(1, 2).contiguous()
@@ -116,16 +111,15 @@ class _Products(TorchFunctionMode):
         self._layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function, or its version for stand-ins."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").strip("_")
-        scores = [each for each in args if isinstance(each, _Scores)]
-        if scores:
-            return scores[0].changed_by(name, func, args, kwargs)
+        if scores := next((each for each in args if isinstance(each, _Scores)), None):
+            return scores.changed_by(func, args, kwargs)
+        name, factors, scale = _name(func), args, 1.0
         if name == "scaled_dot_product_attention":
             return self._fused(*args, **kwargs)
-        factors, scale = _factors(name, args, kwargs)
-        if factors is not None and self._are_queries_and_keys(*factors):
+        if name == "baddbmm" and len(args) == 3 and not args[0].any():
+            name, factors, scale = "bmm", args[1:], float(kwargs.get("alpha", 1.0))
+        if name in ("matmul", "bmm") and len(factors) == 2 and self._are_queries_and_keys(*factors):
             return _Scores(self._layer, factors[0], factors[1].transpose(-1, -2), scale)
         return func(*args, **kwargs)
 
@@ -140,64 +134,43 @@ class _Products(TorchFunctionMode):
         return self._layer.attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
 
 
-def _factors(name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any] | None, float]:
-    """Return the two factors of a product of matrices, and the factor of the result; None for another function."""
-    if name in ("matmul", "bmm") and len(args) == 2:
-        return (args[0], args[1]), 1.0
-    if name == "baddbmm" and len(args) == 3 and not args[0].any():
-        return (args[1], args[2]), float(kwargs.get("alpha", 1.0))
-    return None, 1.0
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").strip("_")
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Stands for scores, or for their softmax.
-
-    Attributes:
-        layer: the call.
-        q, k: [..., T, D].
-        scale: the factor of their product.
-        shown: the shape that the forward gave it; None: that of the product.
-        zeroed: masked scores are 0 and need a negative number.
-        soft: whether these are weights.
-        dropped: the rate of dropout of the weights.
-    """
+    """Stands for scores, or for their softmax."""
 
     layer: _LayerCall
-    q: Tensor
+    q: Tensor  # [..., T, D]
     k: Tensor
-    scale: float
-    shown: tuple[int, ...] | None = None
-    zeroed: bool = False
-    soft: bool = False
-    dropped: float = 0.0
+    scale: float  # the factor of their product
+    shown: tuple[int, ...] | None = None  # the shape that the forward gave it; None: that of the product
+    zeroed: bool = False  # masked scores are 0 and need a negative number
+    soft: bool = False  # whether these are weights
+    dropped: float = 0.0  # the rate of dropout of the weights
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the scores."""
         return torch.Size(self.shown or (*self.q.shape[:-1], self.k.shape[-2]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the scores; that of the queries."""
         return self.q.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the scores."""
         return self.q.device
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dimensions."""
         return len(self.shape)
 
     def to(self, *_: Any, **__: Any) -> _Scores:
-        """Ignore a cast: our kernels choose the precision of scores and weights."""
-        return self
+        return self  # our kernels choose the precision of scores and weights
 
     def view(self, *shape: int) -> _Scores:
         """Split or join rows and heads."""
@@ -206,23 +179,20 @@ class _Scores:
         return replace(self, shown=(*shape[:-1], self.layer.length))
 
     def __truediv__(self, other: Any) -> _Scores:
-        """Divide by a number."""
-        return self.scaled(1.0 / other) if isinstance(other, (int, float)) else self._unknown("divides")
+        return self._times(1.0 / other) if isinstance(other, (int, float)) else self._unknown("divides")
 
     def __mul__(self, other: Any) -> _Scores:
         """Multiply by a number, or by a causal mask of zeros and ones."""
         if isinstance(other, (int, float)):
-            return self.scaled(other)
-        masks = not self.soft and isinstance(other, Tensor) and self._is_own_mask(other == 1)
-        if masks and not other[other != 1].any():
-            return replace(self, zeroed=True)
-        return self._unknown("multiplies")
+            return self._times(other)
+        masks = not self.soft and isinstance(other, Tensor) and self.layer.is_mask(other == 1)
+        return replace(self, zeroed=True) if masks and not other[other != 1].any() else self._unknown("multiplies")
 
     def __add__(self, other: Any) -> _Scores:
         """Add nothing, or a mask of zeros and large negative numbers."""
         if other is None:
             return self
-        masks = not self.soft and isinstance(other, Tensor) and self._is_own_mask(other == 0)
+        masks = not self.soft and isinstance(other, Tensor) and self.layer.is_mask(other == 0)
         return self._masked() if masks and bool((other[other != 0] <= _MASKED).all()) else self._unknown("adds to")
 
     def __matmul__(self, values: Tensor) -> Tensor:
@@ -234,19 +204,14 @@ class _Scores:
             q, k = (x.unflatten(0, (values.shape[0], -1)) for x in (q, k))
         return self.layer.attend(q, k, values, self.scale, self.dropped)
 
-    def scaled(self, factor: float) -> _Scores:
-        """Return scores times a factor."""
-        return self._unknown("scales the softmax of") if self.soft else replace(self, scale=self.scale * factor)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse torch functions outside of the layer's forward."""
-        scores = next(each for each in args if isinstance(each, cls))
-        return scores.changed_by(getattr(func, "__name__", "").strip("_"), func, args, kwargs or {})
+        """Handle torch functions outside of the layer's forward."""
+        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
 
-    def changed_by(self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the scores, its first argument unless noted."""
-        first = args[0] is self
+        name, first = _name(func), args[0] is self
         if name in ("matmul", "bmm") and first:
             return self @ args[1]
         if name in ("add", "radd"):
@@ -259,18 +224,15 @@ class _Scores:
         if name == "dropout" and first and self.soft:
             given = dict(zip(("p", "training"), args[1:], strict=False)) | dict(kwargs)
             return replace(self, dropped=float(given["p"]) if given.get("training", True) else 0.0)
-        if name == "where" and args[1] is self and float(args[2]) <= _MASKED and self._is_own_mask(args[0]):
+        if name == "where" and args[1] is self and float(args[2]) <= _MASKED and self.layer.is_mask(args[0]):
             return self._masked()
         return self._unknown(f"applies {resolve_name(func) or name} to")
 
+    def _times(self, factor: float) -> _Scores:
+        return self._unknown("scales the softmax of") if self.soft else replace(self, scale=self.scale * factor)
+
     def _masked(self) -> _Scores:
         return replace(self, zeroed=False)  # the plan's mask hides the same keys
-
-    def _is_own_mask(self, seen: Tensor) -> bool:
-        """Return whether a mask of local keys is the layer's own: causal, and its window."""
-        shape = (self.layer.length,) * 2
-        own = self.layer.visible(seen.device)
-        return self.layer.causal and seen.shape[-2:] == shape and bool((seen.bool() == own).all())
 
     def _unknown(self, what: str) -> Any:
         raise self.layer.refuse(what)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .classes import stock_class
+
 _TRANSFORMERS = Path(transformers.__file__).parent
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
 
@@ -74,7 +76,7 @@ def is_stock(model: Any) -> bool:
 
 def _stock_forward(model: Any) -> CodeType | None:
     # The class's name is not enough: a subclass, a decorator or an assignment to the class may replace its forward.
-    kind: Any = getattr(model, "stock_class", type(model))
+    kind = stock_class(model)
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return _stock_code(vars(owner)["forward"], f"{owner.__qualname__}.forward")
 
@@ -122,7 +124,7 @@ def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
         model: the model, parallelized or not.
         stand_ins: the replacements, by module name.
     """
-    kind: Any = getattr(model, "stock_class", type(model))  # a parallelized model has both
+    kind = stock_class(model)
     twin = object.__new__(kind)
     twin.__dict__.update(model.__dict__)
     twin.__dict__["_modules"] = {name: child for name, child in model._modules.items() if name not in stand_ins}
@@ -159,7 +161,7 @@ class Around:
         self._model, self._given, self._router = model, given, router
         tensors = {name: given[name] for name in batch if isinstance(given.get(name), Tensor)}
         self._batch = {name: value.clone() for name, value in tensors.items()}  # a forward may write into them
-        self._kind = getattr(model, "stock_class", type(model)).__name__
+        self._kind = stock_class(model).__name__
 
     def run(self, body: Callable[[], Any], entering: Callable[[], Any], *, keep: bool = True) -> Any:
         """Run the forward and return its output.

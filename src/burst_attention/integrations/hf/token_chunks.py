@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
+from .classes import become, revert
+
 _DEVICES = ("cpu", "cuda")
 
 
@@ -27,23 +28,14 @@ def in_token_chunks(module: nn.Module, chunks: int) -> None:
 
     Changes its class in place.
     """
-    kind: Any = type(module)
-    module.__class__ = subclass(_InTokenChunks, kind)
+    become(module, _InTokenChunks)
     module.token_chunks = chunks  # type: ignore[assignment]
 
 
 def whole_tokens(module: nn.Module) -> None:
     """Undo :func:`in_token_chunks`."""
-    if isinstance(module, _InTokenChunks):
-        module.__class__ = module.stock_class
+    if revert(module, _InTokenChunks):
         del module.token_chunks
-
-
-@cache
-def subclass(mixin: type, kind: Any) -> Any:
-    """Return the subclass of (mixin, kind) under the name of ``kind``, which is its ``stock_class``."""
-    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock_class": kind}
-    return type(kind.__name__, (mixin, kind), members)
 
 
 class _InTokenChunks(nn.Module):

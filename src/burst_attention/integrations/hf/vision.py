@@ -24,9 +24,9 @@ from burst_attention.attention.plan import Plan
 from . import converted
 from .batch import BatchRows
 from .checks import MaskRequest, shown
+from .classes import become, revert, stock_class
 from .outputs import Call
 from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
-from .token_chunks import subclass
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward
 _CALL = "_burst_call"
@@ -77,7 +77,7 @@ def whole_arguments(model: Any) -> frozenset[str]:
     around, _ = _around(model)
     if around is None:
         return frozenset()
-    named = inspect.signature(getattr(around, "stock_class", type(around)).forward).parameters
+    named = inspect.signature(stock_class(around).forward).parameters
     return frozenset(
         name for name, each in named.items() if name not in _OF_TEXT and each.kind is not each.VAR_KEYWORD
     ) - {"output_attentions", "output_hidden_states", "output_router_logits"}
@@ -86,16 +86,13 @@ def whole_arguments(model: Any) -> frozenset[str]:
 def convert(model: Any) -> None:
     """Make the language model of a vision-language model cut its tokens. Changes its class in place."""
     inner = language_model_of(model)
-    if inner is not None and not isinstance(inner, _Seam):
-        kind: Any = type(inner)
-        inner.__class__ = subclass(_Seam, kind)
+    if inner is not None:
+        become(inner, _Seam)
 
 
 def restore(model: Any) -> None:
     """Undo :func:`convert`."""
-    inner = language_model_of(model)
-    if isinstance(inner, _Seam):
-        inner.__class__ = inner.stock_class
+    revert(language_model_of(model), _Seam)
 
 
 def joins_rows(model: Any) -> bool:
@@ -215,7 +212,7 @@ def _own_rows(added: Any, rows: Tensor) -> Any:
 
 def sees_both_ways(module: Any) -> bool:
     """Return whether the code of a module's forward may ask for groups of tokens that see each other both ways."""
-    forward = getattr(module, "stock_class", type(module)).forward
+    forward = stock_class(module).forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return not _BOTH_WAYS.isdisjoint(_words(forward.__code__))
