@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -70,7 +71,7 @@ def questions(folder):
     with trainer_cases.as_started(SPREAD, ours=True):
         trainer = trainer_makers.make_padded(SPREAD, True, folder)
         accelerator, mine = trainer.accelerator, torch.tensor([dist.get_rank()])
-        assert accelerator.contexts.shape == (2, 2)
+        assert accelerator.contexts.shape == (2, 2, 1)
         ids = next(iter(trainer.get_train_dataloader()))["input_ids"].tolist()
         counted = accelerator.gather(mine).tolist(), accelerator.reduce(mine + 1, "sum").item()
         mean = accelerator.reduce(mine + 1.0, "mean").item()
@@ -232,6 +233,48 @@ def rounded(folder):
 @pytest.mark.long
 def test_losses_of_mixed_precision_are_logged_unrounded(pools, tmp_path):
     assert all(equal <= 1 for equal in pools(2).run(rounded, str(tmp_path)))
+
+
+def over_a_mesh(folder):
+    """Return the whole weights after training over a mesh, and the errors for set-ups that are not supported."""
+    case, refused = CASES["fsdp2, tp 2 x cp 2"], []
+    if dist.get_rank() == 0:
+        trainer_cases.save_model(f"{Path(folder).parent}/model")
+    dist.barrier()
+    for kind, options in (
+        ("fsdp2", {"fsdp_config": {"cpu_ram_efficient_loading": True}}),
+        ("dpo", {"fsdp": True}),
+        ("padded", {}),
+    ):
+        other = replace(case, kind=kind, options=case.options | options)
+        with trainer_cases.as_started(other, ours=True), pytest.raises(ValueError) as error:
+            getattr(trainer_makers, f"make_{kind}")(other, True, folder)
+        refused.append(str(error.value))
+    with trainer_cases.as_started(case, ours=True):
+        trainer = trainer_makers.make_fsdp2(case, True, folder)
+        trainer.train()
+        state = get_model_state_dict(trainer.model)
+    return {name: value.full_tensor() for name, value in state.items()}, refused
+
+
+def weights_alone(folder):
+    case = CASES["fsdp2, tp 2 x cp 2"]
+    with trainer_cases.as_started(case, ours=False):
+        trainer = trainer_makers.make_fsdp2(case, False, folder)
+        trainer.train()
+    return trainer.model.state_dict()
+
+
+@pytest.mark.long
+def test_a_trainer_over_a_mesh_ends_with_the_stock_trainers_weights(pools, sides, tmp_path):
+    wanted = sides.alone.submit(weights_alone, str(tmp_path / "stock")).result()
+    for weights, refused in pools(4).run(over_a_mesh, str(tmp_path / "ours")):
+        assert weights.keys() == wanted.keys()
+        assert max((weights[name] - x).abs().max().item() for name, x in wanted.items()) < 2e-5
+        loading, trainer, whole = refused
+        assert "cpu_ram_efficient_loading']=True loads weights on one rank, but tp_size=2 cuts whole" in loading
+        assert trainer == "tp_size=2 is not supported by DPOTrainer; leave it out, or use Trainer or SFTTrainer"
+        assert whole.startswith("tp_size=2 needs FSDP2 over the other ranks; set fsdp=True")
 
 
 def groups_of_eight(folder):

@@ -54,12 +54,19 @@ _BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps":
 _UNLIKE = {"unlike": True, "scale_rewards": "batch"}  # ranks of a context generate and reward differently
 _SAVING = {"recompute": "layer", "attention_chunks": 2, "mlp_chunks": 3}
 _FIXED = {"strategy": "burst-attention"}  # links that seem 4 times slower would choose another, with other bits
+_HALVES = {"stopped_at": HALF, "save_strategy": "steps", "save_steps": HALF}
+# On a CPU accelerate can't save whole states of FSDP2: it does not wait for the weights that it gathers.
+_SHARDS = {
+    "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": "SHARDED_STATE_DICT"}
+}
+_MESH = {"tp_size": 2, "cp_size": 2}
 _PACKED = {"packing": True, "max_length": 64}
 _DTYPES = {"gpt_oss": {"dtype": torch.float64}}  # in fp32 a rounding sends a token to another expert at step 6
 FAMILIES = ("gemma2", "gpt_oss", "qwen3_5_text")
 IN_CI = (
     "iterable",
     "memory, fsdp2",
+    "sft packed, tp 2 x cp 2",
     "sft packed",
     "grpo, data 2 x context 2",
     "lightning",
@@ -95,8 +102,16 @@ _ALL = (
     Case("sft LoRA", "sft", options={"lora": True}),
     Case("dpo", "dpo", bounds=PREFERENCE),
     Case("dpo LoRA", "dpo", options={"lora": True}, bounds=PREFERENCE),
-    Case("resumed", "padded", 4, 2, {"stopped_at": HALF, "save_strategy": "steps", "save_steps": HALF} | _FIXED),
+    Case("resumed", "padded", 4, 2, _HALVES | _FIXED),
     Case("fsdp2", "fsdp2", options={"parallelism": {"cp_size": 2}}),
+    Case("fsdp2, tp 2 x cp 2", "fsdp2", 4, 4, {"parallelism": _MESH}),
+    Case("fsdp2, tp 2 x dp 2", "fsdp2", 4, 2, {"parallelism": {"tp_size": 2, "dp_shard_size": 2}}),
+    Case("fsdp2, tp 2 x cp 2, in bf16", "fsdp2", 4, 4, {"parallelism": _MESH, "bf16": True}, ROUNDED),
+    Case("fsdp2, tp 2 x cp 2, resumed", "padded", 4, 4, {"parallelism": _MESH, "fsdp": True} | _HALVES | _SHARDS),
+    Case("sft packed, tp 2 x cp 2", "sft", 4, 4, {"parallelism": _MESH, "fsdp": True} | _PACKED, LONGER),
+    Case("mixture, tp 2 x cp 2", "fsdp2", 4, 4, {"parallelism": _MESH, "mixture": True}, LONGER),
+    Case("checkpointing, tp 2 x cp 2", "fsdp2", 4, 4, {"parallelism": _MESH, "gradient_checkpointing": True}),
+    Case("memory, tp 2 x cp 2", "fsdp2", 4, 4, {"parallelism": _MESH, "memory": _SAVING}),
     Case("fsdp2, launched", "fsdp2", options={"launched": True}),
     Case("fsdp2 in bf16", "fsdp2", options={"bf16": True, "parallelism": {"cp_size": 2}}, bounds=ROUNDED),
     Case("fsdp2 sft in bf16", "sft", options={"bf16": True, "fsdp": True}, bounds=ROUNDED),

@@ -62,18 +62,20 @@ def arguments_of(case: Case, ours: bool, folder: str, kind: type = TrainingArgum
         contexts = case.stock_ranks
     own = {name: value for name, value in case.options.items() if name not in _OWN}
     sizes = {f"per_device_{what}_batch_size": BATCH // contexts for what in ("train", "eval")}
+    kind_of = "Mixtral" if case.options.get("mixture") else "Llama"
     if ours and case.fully_sharded:
-        sizes |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-        if "parallelism" in case.options:
-            sizes["parallelism_config"] = ParallelismConfig(**case.options["parallelism"])
+        sizes |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": f"{kind_of}DecoderLayer"}}
+    if ours and "parallelism" in case.options:
+        sizes["parallelism_config"] = ParallelismConfig(**case.options["parallelism"])
     return kind(**(COMMON | {"output_dir": folder} | sizes | settings | own))
 
 
 def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
     """A trainer of this kind, over contexts if it is ours."""
     args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
-    reported = "parallelism" in case.options or "launched" in case.options
-    more = {"context_size": case.context} if ours and not reported else {}
+    sizes = case.options.get("parallelism", {})
+    reported = "cp_size" in sizes or "launched" in case.options
+    more = {"context_size": case.context // sizes.get("tp_size", 1)} if ours and not reported else {}
     if ours and "strategy" in case.options:
         more["strategy"] = case.options["strategy"]
     if ours and "memory" in case.options:

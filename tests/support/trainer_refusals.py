@@ -25,8 +25,8 @@ TRAINERS: list[tuple[str, str]] = [
     ("trainer(eval_use_gather_object=True)", "ValueError: eval_use_gather_object=True gathers from each rank; leave"),
     ("trainer(train_sampling_strategy='batch_rebalance')", "ValueError: train_sampling_strategy='batch_rebalance'"),
     (
-        "trainer(parallelism_config=ParallelismConfig(tp_size=2))",
-        "ValueError: parallelism_config has tp_size=2 and",
+        "trainer(parallelism_config=ParallelismConfig(sp_size=2))",
+        "ValueError: parallelism_config has sp_size=2, which is not supported; set cp_size in its place",
     ),
     (
         "trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))",

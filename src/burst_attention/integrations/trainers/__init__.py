@@ -31,6 +31,7 @@ from burst_attention.plan.strategy import Strategy
 from ..hf.batch import IGNORED
 from ..hf.memory import Memory
 from ..hf.parallel import parallelize
+from ..hf.tensor_axis import tensor_parallel
 from ..hf.vision import whole_arguments
 from .checks import (
     check_countable,
@@ -38,6 +39,7 @@ from .checks import (
     check_memory,
     check_order,
     check_settings,
+    check_tensor_axis,
     check_trainer,
     context_size_of,
     counted,
@@ -55,9 +57,13 @@ class BurstMixin(OneGeneration):
     device count per context. (GRPO computes ``generation_batch_size`` from the number of ranks; set
     ``steps_per_generation`` instead.)
 
+    With ``tp_size`` in the arguments' ParallelismConfig, each context also cuts the model over so many neighbouring
+    ranks (:func:`burst_attention.integrations.hf.tensor_parallel`). This needs Trainer or SFTTrainer, and FSDP2
+    (``fsdp=True``) over the other ranks.
+
     Args:
-        context_size: the number of neighbouring ranks that share one sequence; it must divide the number of ranks.
-            Default: the ``cp_size`` of the arguments' ParallelismConfig, else all ranks. 1 changes nothing.
+        context_size: the number of ranks that share one sequence, neighbours but for ``tp_size``; it must divide the
+            number of ranks. Default: the ``cp_size`` of the arguments' ParallelismConfig, else all. 1 changes nothing.
         strategy, memory: as for :func:`burst_attention.integrations.hf.parallelize`. ``memory`` needs contexts of more
             than one rank.
 
@@ -69,6 +75,7 @@ class BurstMixin(OneGeneration):
     """
 
     _own_mean = False
+    _tensor_size = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -90,8 +97,12 @@ class BurstMixin(OneGeneration):
         check_settings(trainer)
         if memory is not None:
             check_memory(memory, trainer, self._context_size)
-        if self._context_size == 1:
+        if self._shared == 1:
             return
+        if self._tensor_size > 1:
+            tensor_parallel(trainer.model, trainer.accelerator.torch_device_mesh["tp"])
+            if hasattr(trainer, "_tp_size"):  # TRL divides its count of tokens by it
+                trainer._tp_size = self.get_tp_size()
         if hasattr(trainer, "num_generations"):
             self._generate_by_context()
         temperature = getattr(trainer, "temperature", 1.0)
@@ -106,6 +117,11 @@ class BurstMixin(OneGeneration):
             if trainer.accelerator.native_amp:  # unwrap_model removed the autocast wrapper, so wrap it again
                 trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
+    @property
+    def _shared(self) -> int:
+        """How many ranks read the same batches."""
+        return (self._context_size or 1) * self._tensor_size
+
     # Methods that make the trainer count contexts instead of ranks.
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -113,6 +129,9 @@ class BurstMixin(OneGeneration):
         config = built.get("parallelism_config") or launched_config()
         if config is not None:
             self._context_size = context_size_of(config, self._context_size)
+            self._tensor_size = config.tp_size
+            if config.tp_size > 1:
+                check_tensor_axis(type(self), built.get("fsdp_plugin"), config.tp_size)
             built["parallelism_config"] = without_context(config)
         return built
 
@@ -121,18 +140,19 @@ class BurstMixin(OneGeneration):
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         trainer: Any = self
         accelerator = trainer.accelerator
-        world = accelerator.num_processes
+        world = accelerator.num_processes // self._tensor_size
         size = world if self._context_size is None else self._context_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size:
+            over = f" over tp_size={self._tensor_size}" if self._tensor_size > 1 else ""
             raise ValueError(
-                f"context_size={size!r} is not a divisor of the number of processes, {world}; change context_size, or "
-                "start more processes with torchrun or accelerate launch"
+                f"context_size={size!r} is not a divisor of the number of processes{over}, {world}; change "
+                "context_size, or start more processes with torchrun or accelerate launch"
             )
         self._context_size = size
-        if size == 1:
+        if self._shared == 1:
             return
         accelerator.__class__ = ContextAccelerator
-        accelerator.make_contexts(size)
+        accelerator.make_contexts(size, self._tensor_size)
         trainer.gather_function = accelerator.gather_for_metrics
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
@@ -143,11 +163,15 @@ class BurstMixin(OneGeneration):
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples per step; ranks of a context share theirs."""
         total = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return total // (self._context_size or 1)
+        return total // self._shared
+
+    def get_tp_size(self) -> int:
+        """Return 1: the accelerator counts the ranks of the tensor axis, like those of a context, as one."""
+        return 1 if self._tensor_size > 1 else super().get_tp_size()  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's share of the floating-point operations of the whole batch."""
-        return super().floating_point_ops(inputs) / (self._context_size or 1)  # type: ignore[misc]
+        return super().floating_point_ops(inputs) / self._shared  # type: ignore[misc]
 
     # In an evaluation over several contexts, accelerate fills up the last batch with samples of the first one. The
     # methods below leave out these repeated samples.
@@ -155,7 +179,7 @@ class BurstMixin(OneGeneration):
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """Return a data loader; count the samples that an evaluation reads from a dataset without a length."""
         trainer: Any = self
-        if self._context_size != 1 and not is_training and not has_length(dataset):
+        if self._shared != 1 and not is_training and not has_length(dataset):
             check_countable(trainer.args, dataset)
             dataset = Counted(dataset)
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
@@ -177,7 +201,7 @@ class BurstMixin(OneGeneration):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Compute one evaluation batch's loss over the ranks of this context."""
-        if self._context_size == 1:
+        if self._shared == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         if not prediction_loss_only:
             raise ValueError(

@@ -33,6 +33,11 @@ _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
     (Accelerator, "accelerate", "gather_for_metrics", ("input_data", "use_gather_object")),
     (Accelerator, "accelerate", "reduce", ("tensor", "reduction", "scale")),
 ]
+# Only a model that is cut over a tensor-parallel axis needs these methods.
+_TENSOR_HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
+    (Trainer, "transformers", "get_tp_size", ()),
+    (Accelerator, "accelerate", "_prepare_tp", ("args",)),
+]
 # Only trainers that generate their training data (GRPO) must have these methods.
 _ONLINE_HOOKS: list[tuple[str, tuple[str, ...]]] = [
     ("_generate", ("prompts",)),
@@ -41,6 +46,7 @@ _ONLINE_HOOKS: list[tuple[str, tuple[str, ...]]] = [
 ]
 # Tests compare each of these trainers with the stock one. Others handle ranks or logits in their own code.
 _TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RewardTrainer")
+_CUT = ("SFTTrainer",)  # compared under tensor parallelism too
 _NEEDS_LOGITS = "needs whole logits, which are never computed over ranks; leave it out"
 
 
@@ -74,6 +80,10 @@ def check_hooks(kind: type, mixin: type) -> None:
     hooks = list(_HOOKS)
     if any(hasattr(owner, name) for name, _ in _ONLINE_HOOKS):
         hooks += [(owner, "trl", name, parameters) for name, parameters in _ONLINE_HOOKS]
+    _check_methods(hooks)
+
+
+def _check_methods(hooks: list[tuple[type, str, str, tuple[str, ...]]]) -> None:
     for holder, package, name, parameters in hooks:
         method: Callable[..., Any] | property | None = getattr(holder, name, None)
         has = inspect.signature(method).parameters if callable(method) else {}
@@ -130,8 +140,14 @@ def check_settings(trainer: Any) -> None:
         raise ValueError(
             "train_sampling_strategy='batch_rebalance' distributes batches by rank; choose 'group_by_length'"
         )
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin is not None and plugin.fsdp_version == 1:
         raise ValueError("fsdp_config['version']=1 is not supported; choose 2")
+    if plugin is not None and plugin.cpu_ram_efficient_loading and trainer._tensor_size > 1:
+        raise ValueError(
+            f"fsdp_config['cpu_ram_efficient_loading']=True loads weights on one rank, but "
+            f"tp_size={trainer._tensor_size} cuts whole weights on every rank; set it to False"
+        )
 
 
 def _check_dropout(model: nn.Module) -> None:
@@ -166,10 +182,9 @@ def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
 
     Raise ValueError if the configuration has unsupported axes, or another size than the argument.
     """
-    if config.tp_size > 1 or config.sp_size > 1:
+    if config.sp_size > 1:
         raise ValueError(
-            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, which are not supported; "
-            "set only dp_replicate_size, dp_shard_size and cp_size"
+            f"parallelism_config has sp_size={config.sp_size}, which is not supported; set cp_size in its place"
         )
     if config.cp_size > 1 and size not in (None, config.cp_size):
         raise ValueError(
@@ -185,8 +200,21 @@ def without_context(config: ParallelismConfig) -> ParallelismConfig:
     return type(config)(
         dp_replicate_size=config.dp_replicate_size,
         dp_shard_size=config.dp_shard_size * config.cp_size,
-        **dict.fromkeys(("cp_size", "tp_size", "sp_size"), 1),  # omitted sizes come from environment variables
+        tp_size=config.tp_size,
+        **dict.fromkeys(("cp_size", "sp_size"), 1),  # omitted sizes come from environment variables
     )
+
+
+def check_tensor_axis(kind: type, plugin: Any, size: int) -> None:
+    """Refuse trainers and settings under which tensor parallelism was not compared with a whole model."""
+    owner = next(each for each in kind.__mro__ if each.__module__.startswith(("transformers.", "trl.")))
+    if owner is not Trainer and owner.__name__ not in _CUT:
+        raise ValueError(
+            f"tp_size={size} is not supported by {owner.__name__}; leave it out, or use Trainer or {', '.join(_CUT)}"
+        )
+    if plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        raise ValueError(f"tp_size={size} needs FSDP2 over the other ranks; set fsdp=True in the training arguments")
+    _check_methods(_TENSOR_HOOKS)
 
 
 def check_memory(memory: Any, trainer: Any, context_size: int | None) -> None:

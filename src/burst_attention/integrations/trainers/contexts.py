@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 class ContextAccelerator(Accelerator):
     """An accelerator that counts the neighbouring ranks of a context as one process."""
 
-    contexts: DeviceMesh  # ("data", "context") over all ranks; :meth:`make_contexts` sets it
+    contexts: DeviceMesh  # ("data", "context", "tensor") over all ranks; :meth:`make_contexts` sets it
 
-    def make_contexts(self, size: int) -> None:
-        """Group each ``size`` neighbouring ranks into one context."""
-        ranks = torch.arange(self.state.num_processes).view(-1, size)
-        self.contexts = DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "context"))
+    def make_contexts(self, size: int, tensor: int) -> None:
+        """Group each ``size`` times ``tensor`` neighbours into one context; the tensor axis is the inner one."""
+        ranks = torch.arange(self.state.num_processes).view(-1, size, tensor)
+        self.contexts = DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "context", "tensor"))
         # A dispatching data loader reads on one process and splits its batch by rank, not by context.
         self.dataloader_config.dispatch_batches = False
 
@@ -33,10 +33,19 @@ class ContextAccelerator(Accelerator):
     @property
     def process_index(self) -> int:
         """The index of this rank's context."""
-        return self.state.process_index // self.contexts.shape[1]
+        return self.state.process_index // self.shared
+
+    @property
+    def shared(self) -> int:
+        """How many ranks read the same batches."""
+        return self.contexts.size() // self.contexts.shape[0]
 
     def _prepare_device_mesh(self) -> None:
         """Return no mesh, so that data loaders distribute batches by ``num_processes`` and ``process_index``."""
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        """Return what is to be prepared: the model is cut already."""
+        return args
 
     def gather(self, tensor: Any) -> Any:
         """Gather like :class:`Accelerator`, but once per context."""
@@ -60,18 +69,20 @@ class ContextAccelerator(Accelerator):
         reduced = super().reduce(tensor, reduction, scale)
         if reduction != "sum":
             return reduced
-        size = self.contexts.shape[1]
-        return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
+        shared = self.shared
+        return recursively_apply(lambda x: x / shared if x.is_floating_point() else x // shared, reduced)
 
     def once(self, gathered: torch.Tensor) -> torch.Tensor:
         """Select the entries of each context's first rank: [ranks * n, ...] to [contexts * n, ...]."""
-        return gathered.unflatten(0, (*self.contexts.shape, -1))[:, 0].flatten(0, 1)
+        return gathered.unflatten(0, (self.num_processes, self.shared, -1))[:, 0].flatten(0, 1)
 
     def once_of(self, gathered: Iterable[Any]) -> list[Any]:
         """Select the items of each context's first rank from a list with equally many items per rank."""
-        items, (contexts, size) = list(gathered), self.contexts.shape
-        rows = len(items) // (contexts * size)
-        return [items[context * size * rows + row] for context in range(contexts) for row in range(rows)]
+        items = list(gathered)
+        rows = len(items) // self.contexts.size()
+        return [
+            items[context * self.shared * rows + row] for context in range(self.num_processes) for row in range(rows)
+        ]
 
 
 class Counted(IterableDataset):

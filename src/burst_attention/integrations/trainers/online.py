@@ -28,7 +28,7 @@ class OneGeneration:
         """
         trainer: Any = self
         args, accelerator = trainer.args, trainer.accelerator
-        contexts, size = accelerator.contexts.shape
+        contexts, size = accelerator.num_processes, accelerator.shared
         if not set(_LOGS) <= set(getattr(trainer, "_logs", ())):
             raise RuntimeError(
                 f"{type(trainer).__name__}._logs lacks one of {', '.join(_LOGS)} in trl {version('trl')}, a version "
