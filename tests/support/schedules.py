@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from burst_attention import CallShape, Hardware
-from burst_attention.plan.assignment import CIRCULATIONS, Cube
+from burst_attention.plan.assignment import Cube
 from burst_attention.plan.build import Builder
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.demand import PassSpec
@@ -81,8 +81,8 @@ def bytes_moved(schedule: Schedule, shape: Shape, circulate: str, groups: Groups
     """Return the bytes that each rank sends, and receives, by the planner's messages: int64 [2, W]."""
     world = schedule.layout.world
     total = np.zeros((2, world), np.int64)
-    for direction, inner in CIRCULATIONS[circulate](world // groups.query).items():
-        sent = traffic_model_of(schedule).for_groups(groups).messages(shape, direction, inner, groups)
+    for one in Planner().passes(schedule, shape, circulate, groups):
+        sent = one.messages(bytes_only=True)
         for n, end in enumerate((sent.source, sent.target)):
             np.add.at(total[n], end, sent.size)
     return total

@@ -23,7 +23,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.tile import wanted_tiles
 from burst_attention.planner.planner import MOST_DERIVED, Planner
-from burst_attention.planner.traffic import rows_leaving
+from burst_attention.planner.traffic import TrafficModel
 from tests.support.schedules import make_schedule
 from tests.unit.test_plan import masks, worlds
 
@@ -238,5 +238,5 @@ def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
         for edge in work.edges(work.cells()):
             if hosts[edge.source] != hosts[edge.target]:
                 leaving[hosts[edge.source]] += edge.rows.count
-        tiles = wanted_tiles(layout, layout, schedule.regions, np.ones((layout.world, layout.world), bool))
-        assert rows_leaving(tiles, np.array(hosts), by_nodes=route == "nodes") == max(leaving.values())
+        traffic = TrafficModel(layout, schedule.regions)
+        assert traffic.rows_leaving(hosts, by_nodes=route == "nodes") == max(leaving.values())

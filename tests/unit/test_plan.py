@@ -24,7 +24,7 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.slices import Slice
 from burst_attention.plan.strategy import Strategy
 from burst_attention.plan.tile import Tile
-from burst_attention.planner.planner import Planner, traffic_model_of
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.traffic import TrafficModel
 from tests.support.pairwise import covering_array
@@ -606,10 +606,9 @@ def check_counted(schedules: list[Schedule], shape: Shape, circulate: str, group
     moved = bytes_moved(first, shape, circulate, groups)
     traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
     assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
-    model, contexts = traffic_model_of(first).for_groups(groups), first.layout.world // groups.query
-    for direction, inner in CIRCULATIONS[circulate](contexts).items():
+    for one in Planner().passes(first, shape, circulate, groups):
+        direction, found = one.direction, one.messages()
         counted, sent = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
-        found = model.messages(shape, direction, inner, groups, model.cells(direction, groups, inner))
         for *key, size in np.stack((found.step, found.source, found.target, found.size), 1).tolist():
             counted[tuple(key)] += size
         work = first.work(circulate, direction, groups)

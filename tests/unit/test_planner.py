@@ -31,11 +31,12 @@ from burst_attention.planner import choice as choose
 from burst_attention.planner import explain
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import TIE, WORTH, Candidate, Prediction, cuts
+from burst_attention.planner.passes import Pass
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
 from burst_attention.planner.rates import Link, Rates, Speed, read_rates, user_file, write_rates
 from burst_attention.planner.standing import representative
-from burst_attention.planner.timing import Computing, PassSimulation, Timed, Wire, _share, timed
+from burst_attention.planner.timing import Computing, Timed, Wire, _share, timed
 from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
 from burst_train.config import TrainConfig
@@ -110,10 +111,8 @@ def test_guessed_links_tie_only_at_every_speed(on_fast_links: float, chosen: int
 
 def test_waits_for_shared_cores_are_not_called_exchange() -> None:
     planned = schedule(link(2000), layout="zigzag")
-    for each, one in zip(
-        planned.simulations(shape(), "query", WHOLE), planned.timed(shape(), "query", WHOLE), strict=True
-    ):
-        on_the_wire = each.wire.least(each.messages(each.steps()))
+    for each, one in zip(planned.passes(shape(), "query", WHOLE), planned.timed(shape(), "query", WHOLE), strict=True):
+        on_the_wire = each.wire.least(each.messages())
         assert one.exposed <= 1.01 * on_the_wire and one.seconds > 4 * on_the_wire
 
 
@@ -157,7 +156,7 @@ def test_a_bound_is_one(mbit: float) -> None:
     for groups, circulate in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], CIRCULATIONS):
         inner = CIRCULATIONS[circulate](4 // groups.query)
         for direction in Direction:
-            one = PassSimulation(tally, shape(), direction, inner[direction], groups, wire)
+            one = Pass(tally, shape(), direction, inner[direction], groups, wire)
             moved, (moving,) = one.moving([wire])
             passed = one.run()
             assert moved == (passed.inside, passed.across)
@@ -172,9 +171,9 @@ def test_ranks_that_share_the_simulations_predict_the_same(
     world: int, mbit: float, guessed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank simulates only a part, and takes the rest from the others."""
-    ran: list[PassSimulation] = []
-    run_on = PassSimulation.run_on
-    monkeypatch.setattr(PassSimulation, "run_on", lambda one, *given: ran.append(one) or run_on(one, *given))
+    ran: list[Pass] = []
+    run_on = Pass.run_on
+    monkeypatch.setattr(Pass, "run_on", lambda one, *given: ran.append(one) or run_on(one, *given))
 
     def predicted(share: choose.Share | None) -> tuple[int, list[list[Prediction]]]:
         ran.clear()
@@ -375,8 +374,8 @@ def test_of_several_chunks_an_exchange_waits_for_the_visits_three_before() -> No
     """On links for which the model predicts it, the backward is faster than with double buffering."""
     planned = schedule(link(100), known=shape(), layout="zigzag-by-halves")
     groups = Groups(4, 4, keep=True, chunks=4, results=True)
-    backward = planned.planner.simulations(planned.schedule, shape(), "query", groups)[1]
-    messages, work = backward.messages(backward.steps()), backward.work(backward.steps())
+    backward = planned.planner.passes(planned.schedule, shape(), "query", groups)[1]
+    messages, work = backward.messages(), backward.work()
     chosen = backward.run().seconds
     narrow = timed(messages, work, backward.wire, in_flight=2).seconds
     assert chosen == timed(messages, work, backward.wire, in_flight=3).seconds < narrow
@@ -622,9 +621,9 @@ def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -
     for each in planned.predictions(shape()):
         if each.forward is None or each.candidate.groups.query != count:
             continue
-        passes = planned.simulations(shape(), each.candidate.circulate, each.candidate.groups)
+        passes = planned.passes(shape(), each.candidate.circulate, each.candidate.groups)
         for one, reported in zip(passes, (each.forward, each.backward), strict=True):
-            assert reported.seconds >= one.work(one.steps()).seconds.sum() / 2
+            assert reported.seconds >= one.work().seconds.sum() / 2
 
 
 def test_ranks_that_share_cores_fold_in_turns() -> None:

@@ -20,9 +20,9 @@ from ..kernels.contract import Kernel, merge_
 from ..plan.groups import WHOLE
 from ..plan.strategy import Strategy
 from ..plan.tile import Tile
+from ..planner.passes import passes
 from ..planner.planner import traffic_model_of
 from ..planner.rates import Rates, Speed
-from ..planner.timing import simulations
 from .call import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .new_plan import make_plan, single_rank_plan
@@ -155,8 +155,8 @@ class _Calibration(Probe):
 
         def computed(fold: float) -> float:
             with_fold = replace(rates, overhead=replace(rates.overhead, fold=fold))
-            passes = simulations(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=with_fold))
-            return sum(float(each.work(each.steps()).seconds.sum(1).max()) for each in passes)
+            both = passes(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=with_fold))
+            return sum(float(each.work().seconds.sum(1).max()) for each in both)
 
         none = computed(math.inf)
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))

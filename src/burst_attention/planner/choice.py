@@ -16,9 +16,10 @@ from ..plan.assignment import CIRCULATIONS, PASS_QUERY
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
-from ..plan.rows import Direction, Side
 from ..plan.strategy import ChunksOrAuto, Strategy
-from .timing import Timed, Wire, simulations
+from .passes import Pass, passes
+from .presets import preset
+from .timing import Timed, Wire
 from .traffic import TrafficModel
 
 TIE = 1.05  # times within this factor are a tie: the model's own error is about as large
@@ -29,7 +30,7 @@ FEW = 32  # up to this many ranks, every candidate that may win is simulated
 MOST_RUN = 6  # for more ranks, simulate at most this many candidates
 LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
-Passes = list[tuple[Timed, Timed]]  # forward and backward, for each link speed
+BothPasses = list[tuple[Timed, Timed]]  # forward and backward, for each link speed
 Share = Callable[[Callable[[int, int], Any]], list[Any]]  # calls f(rank, world) on every rank; returns all results
 
 
@@ -142,21 +143,25 @@ def predict(
     can't win: they are neither clearly faster, nor a tie that moves or holds less. For many ranks only the most
     promising are simulated, and then the best of them with every number of chunks.
     """
-    both = [simulations(traffic, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
-    busy = [[one.computing() for one in ones] for ones in both]
+
+    def both(n: int) -> list[Pass]:  # made anew, because a pass caches large arrays
+        return passes(traffic, shape, candidates[n].circulate, candidates[n].groups, wires[0], calls=calls)
+
+    busy = [[one.computing() for one in both(n)] for n in range(len(candidates))]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
     found = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
 
     @cache
-    def simulated(n: int) -> Passes:
-        return [*zip(*(one.run_on(wires) for one in both[n]), strict=True)]
+    def simulated(n: int) -> BothPasses:
+        return [*zip(*(one.run_on(wires) for one in both(n)), strict=True)]
+
+    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]  # they move the same bytes
 
     @cache
     def moving(whole: Candidate) -> list[tuple[tuple[int, int], list[float]]]:
-        return [one.moving(wires) for one in simulations(traffic, shape, whole.circulate, whole.groups, wires[0])]
+        return [one.moving(wires) for one in both(alike.index(whole))]
 
     _put(found, 0, simulated(0))
-    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]  # they move the same bytes
     for n, whole in enumerate(alike):
         if any(computing[n] <= TIE * each[0].seconds for each in found):
             moved, seconds = zip(*moving(whole), strict=True)
@@ -179,23 +184,23 @@ def predict(
 
 
 def _simulate(
-    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes], share: Share | None
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses], share: Share | None
 ) -> None:
     """Simulate candidates in this order until no other can win; with ``share``, each rank first every W-th one."""
-    known: dict[int, Passes] = {}
+    known: dict[int, BothPasses] = {}
 
     def every(rank: int, world: int) -> list[tuple[int, list[list[dict[str, Any]]]]]:
         ran = _until_none_wins([[*each] for each in found], order[rank::world], simulated)
-        return [(n, [[asdict(one) for one in passes] for passes in simulated(n)]) for n in ran]
+        return [(n, [[asdict(one) for one in both] for both in simulated(n)]) for n in ran]
 
     if share is not None and len(order) > 1:
         for ran in share(every):
-            known |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in passes] for n, passes in ran}
+            known |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in both] for n, both in ran}
     _until_none_wins(found, order, lambda n: known[n] if n in known else simulated(n))
 
 
 def _until_none_wins(
-    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes]
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses]
 ) -> list[int]:
     """Fill in passes of candidates in this order until bounds show that no other can win. Return these candidates."""
     prices, left, ran = [_price(one) for one in found[0]], [*order], list[int]()
@@ -210,9 +215,9 @@ def _until_none_wins(
         ran.append(n)
 
 
-def _put(found: Sequence[list[Prediction]], n: int, passes: Passes) -> None:
+def _put(found: Sequence[list[Prediction]], n: int, both: BothPasses) -> None:
     """Put the passes of the ``n``-th candidate into the predictions of every link speed."""
-    for each, (forward, backward) in zip(found, passes, strict=True):
+    for each, (forward, backward) in zip(found, both, strict=True):
         each[n] = replace(each[n], forward=forward, backward=backward)
 
 
@@ -256,33 +261,31 @@ def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[
     yield from (replace(groups, chunks=count) for count in counts)
 
 
+def fixed_circulation(circulate: str, groups: Groups, world: int) -> str | None:
+    """Return what circulates, if the strategy or the split of heads leaves no choice."""
+    if circulate != "auto":
+        return circulate
+    if groups.query == world > 1:  # one sequence group: nothing circulates between groups
+        return "query"
+    return "key-value" if groups.gather else None
+
+
 def candidates(
-    traffic: TrafficModel,
-    shape: Shape,
-    given: Sequence[Groups],
-    circulate: str,
-    *,
-    by_rule: bool,
-    partial_bytes: int,
-    grad: bool = True,
+    traffic: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, grad: bool = True
 ) -> list[Candidate]:
     """List the candidates that a strategy leaves open, simplest first; ``given``: the allowed splits of heads.
 
     ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
     """
-    found, known = [], [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
+    found, known = list[Candidate](), [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
     for groups in given:
-        if circulate != "auto":
-            names: tuple[str, ...] = (circulate,)
-        elif groups.query == traffic.world > 1:  # one sequence group: nothing circulates between groups
-            names = ("query",)
-        elif groups.gather:
-            names = ("key-value",)
+        if fixed := fixed_circulation(circulate, groups, traffic.world):
+            names = [fixed]
         elif groups == WHOLE:  # blocks would hold many shards in memory
-            first = by_work_and_bytes(traffic, shape, partial_bytes, grad=grad)
-            names = (first,) if by_rule else (first, *(x for x in known if x not in (first, "blocks")))
+            first = by_work_and_bytes(traffic, shape, shape.partial, grad=grad)
+            names = [first] if by_rule else [first, *(x for x in known if x not in (first, "blocks"))]
         else:
-            names = tuple(known)
+            names = known
         found += [Candidate(groups, name) for name in names]
     return found
 
@@ -297,20 +300,17 @@ def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int, *
 
     ``grad``: whether the backward counts.
     """
-    pairs, passes = traffic.pairs, [*Direction][: 1 + grad]
-    names = ("query", "key-value", *([PASS_QUERY] if traffic.keys else []))
+    names, shape = (
+        ("query", "key-value", *([PASS_QUERY] if traffic.keys else [])),
+        replace(shape, partial=partial_bytes),
+    )
     busiest, moved = dict[str, float](), dict[str, int]()
+    wire = Wire(preset("cpu"), np.zeros(traffic.world, np.int64))
     for name in (*names, "nearest"):
-        inner, busiest[name], moved[name] = CIRCULATIONS[name](traffic.world), 0.0, 0
-        for direction in passes:
-            rank = inner[direction](pairs.i, pairs.j)
-            most = np.bincount(rank, pairs.area, 1).max(initial=0)
-            busiest[name] += most * (1 if direction is Direction.FORWARD else 2.5)
-            for side, owner in ((Side.QUERY, pairs.i), (Side.KEY, pairs.j)):
-                a_row = shape.side_bytes(side, direction)
-                if side in direction.returns:
-                    a_row += shape.side_bytes(side, direction, wide=partial_bytes)
-                moved[name] += int(pairs.rows[side][rank != owner].sum()) * a_row
+        both = passes(traffic, shape, name, WHOLE, wire)[: 1 + grad]
+        areas = [traffic.areas(one.inner, WHOLE, 0).max(initial=0) for one in both]
+        busiest[name] = np.dot(areas, (1, 2.5)[: 1 + grad])
+        moved[name] = sum(int(one.messages(bytes_only=True).size.sum()) for one in both)
     least = min(busiest[name] for name in names)
     if busiest["nearest"] < 0.95 * least:
         return "nearest"

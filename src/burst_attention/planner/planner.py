@@ -22,7 +22,6 @@ from ..plan.mask import Mask
 from ..plan.route import ROUTES
 from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy
-from ..plan.tile import wanted_tiles
 from .choice import (
     GUESSED,
     LAYOUTS_TRIED,
@@ -33,10 +32,12 @@ from .choice import (
     candidates,
     chunkings,
     cuts,
+    fixed_circulation,
     least_regret,
     predict,
     remembered,
 )
+from .passes import Pass, passes
 from .presets import preset
 from .rates import Rates
 from .standing import (
@@ -50,8 +51,8 @@ from .standing import (
     stand_in,
     two_worlds,
 )
-from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
-from .traffic import TrafficModel, edge_messages, rows_leaving
+from .timing import Timed, Wire
+from .traffic import TrafficModel, edge_messages
 
 Remat = Literal["none", "layer", "keep-attention"]
 MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
@@ -85,7 +86,7 @@ class Planner:
 
     def wires(self, world: int) -> list[Wire]:
         """Return the ports of ``world`` ranks; if the rates are guesses, also slower ones."""
-        at = node_numbers(self.nodes, world)
+        at = np.unique(self.nodes or [0] * world, return_inverse=True)[1]
         return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
 
     # Schedules
@@ -206,12 +207,8 @@ class Planner:
     def choose_circulation(self, schedule: Schedule, shape: Shape, groups: Groups = WHOLE) -> str:
         """Choose what circulates for this split of heads; with ``ulysses_degree=1`` by :func:`by_work_and_bytes`."""
         strategy, world = schedule.strategy, schedule.layout.world
-        if strategy.circulate != "auto":
-            return strategy.circulate
-        if groups.query == world > 1:  # one sequence group: nothing circulates between groups
-            return "query"
-        if groups.gather:
-            return "key-value"
+        if fixed := fixed_circulation(strategy.circulate, groups, world):
+            return fixed
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
             partial_bytes = shape.accumulate if schedule.route.ring else shape.partial
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)
@@ -233,23 +230,19 @@ class Planner:
         return self.times[0] * forward.seconds + self.times[1] * backward.seconds
 
     def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
-        """Predict a forward and a backward on any route; many ranks are extrapolated from fewer."""
+        """Predict a forward and a backward on any route; many ranks are extrapolated from two smaller worlds."""
         world, direct = schedule.layout.world, schedule.route.direct
         most = MOST_ON_PAPER if direct else MOST_BY_EDGES
         if world > max(most, groups.query) and schedule.keys is None:
-            return self._extended(schedule, shape, circulate, groups, min(most, STANDING))
-        both = self.simulations(schedule, shape, circulate, groups)
-        if direct:
-            return [one.run() for one in both]
-        return [one.run(edge_messages(schedule.work(circulate, one.direction, groups), shape)) for one in both]
-
-    def _extended(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups, most: int) -> list[Timed]:
-        """Predict as :meth:`timed` does, by extrapolating from two smaller worlds."""
-        worlds = *two_worlds(groups, circulate, most), schedule.layout.world
-        smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
-        found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
-        slices = worlds[0] // groups.query, worlds[1] // groups.query, worlds[2] // groups.query
-        return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+            worlds = *two_worlds(groups, circulate, min(most, STANDING)), world
+            smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
+            found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
+            slices = [ranks // groups.query for ranks in worlds]
+            return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+        return [
+            one.run(None if direct else edge_messages(schedule.work(circulate, one.direction, groups), shape))
+            for one in self.passes(schedule, shape, circulate, groups)
+        ]
 
     def _over(self, schedule: Schedule, ranks: int) -> tuple[Planner, Schedule]:
         """Return the planner and rank 0's schedule of a smaller world that represents this one."""
@@ -260,10 +253,10 @@ class Planner:
         other = replace(schedule, layout=layout, mask=mask, route=route, rank=0, strategy=strategy)
         return replace(self, nodes=nodes), other
 
-    def simulations(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassSimulation]:
-        """Return the simulations of a forward and a backward over direct routes."""
+    def passes(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Pass]:
+        """Return a forward and a backward over direct routes."""
         wire, *_ = self.wires(schedule.layout.world)
-        return simulations(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
+        return passes(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
 
     def predictions(self, schedule: Schedule, shape: Shape) -> list[Prediction]:
         """Predict all candidates, the simplest first."""
@@ -283,36 +276,32 @@ class Planner:
         ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
         ranks call this together, and divide the simulations among them.
         """
-        # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
-        found: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
         shape = replace(shape, batch=1)
-        key = shape, None if given is None else tuple(given), alike
-        return remembered(found, key, lambda: self._predict_for_links(schedule, shape, given, alike, share))
 
-    def _predict_for_links(
-        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None, alike: bool, share: Share | None
-    ) -> list[list[Prediction]]:
-        planner, strategy, world = self, schedule.strategy, schedule.layout.world
-        if given is None:
-            given = [*cuts(schedule.layout, shape, self._open(schedule), keys=schedule.keys)]
-        keys = schedule.keys  # no shorter sequence represents two layouts
-        few = keys is None and (alike or world > MOST_ON_PAPER)
-        layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
-        if world > MOST_ON_PAPER and keys is None:
-            ranks, given = stand_in(given, world)
-            planner, smaller = self._over(schedule, ranks)
-            layout, mask = smaller.layout, smaller.mask
-        circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
+        def found() -> list[list[Prediction]]:
+            planner, strategy, keys = self, schedule.strategy, schedule.keys
+            layout, mask, world = schedule.layout, schedule.mask, schedule.layout.world
+            ways = [*cuts(layout, shape, self._open(schedule), keys=keys)] if given is None else given
+            if keys is None and world > MOST_ON_PAPER:  # no shorter sequence represents two layouts
+                ranks, ways = stand_in(ways, world)
+                planner, smaller = self._over(schedule, ranks)
+                layout, mask = smaller.layout, smaller.mask
+            elif keys is None and alike:
+                layout, mask = _representative_of(schedule)
+            circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
 
-        def predicted() -> list[list[Prediction]]:
-            regions = mask.regions(layout.seqlen) if keys is None else schedule.regions
-            traffic = TrafficModel(layout, regions, keys=keys)
-            options: dict[str, Any] = {"by_rule": by_rule, "partial_bytes": shape.partial, "grad": planner.grad}
-            ways = candidates(traffic, shape, given, circulate, **options)
-            wires = planner.wires(layout.world)
-            return predict(traffic, shape, ways, wires, times=planner.times, calls=planner.calls, share=share)
+            def predicted() -> list[list[Prediction]]:
+                regions = mask.regions(layout.seqlen) if keys is None else schedule.regions
+                traffic = TrafficModel(layout, regions, keys=keys)
+                tried = candidates(traffic, shape, ways, circulate, by_rule=by_rule, grad=planner.grad)
+                wires = planner.wires(layout.world)
+                return predict(traffic, shape, tried, wires, times=planner.times, calls=planner.calls, share=share)
 
-        return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *given), predicted)
+            return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *ways), predicted)
+
+        # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
+        kept: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
+        return remembered(kept, (shape, None if given is None else tuple(given), alike), found)
 
     def _open(self, schedule: Schedule) -> Strategy:
         """Return what a schedule leaves open. Chunks of heads are a pipeline already, and cache nothing."""
@@ -361,10 +350,8 @@ def _splits_by_choice(schedule: Schedule) -> bool:
 
 def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> tuple[int, int]:
     """Count the key rows that leave the busiest node in a forward, directly and by nodes; of many ranks, the first."""
-    layout, mask = representative(schedule.layout, schedule.mask)
+    layout, mask = _representative_of(schedule)
     world = min(layout.world, MOST_SIMULATED)
-    if world < layout.world:
-        layout = replace(layout, world=world)
-    tiles = wanted_tiles(layout, layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
-    host = np.array(nodes[:world])
-    return rows_leaving(tiles, host, by_nodes=False), rows_leaving(tiles, host, by_nodes=True)
+    traffic = TrafficModel(replace(layout, world=world), mask.regions(layout.seqlen))
+    straight, once = (traffic.rows_leaving(nodes[:world], by_nodes=by_nodes) for by_nodes in (False, True))
+    return straight, once

@@ -125,7 +125,7 @@ def two_worlds(groups: Groups, circulate: str, most: int) -> tuple[int, int]:
     return cut * slices, cut * 2 * slices
 
 
-def extended(few: Timed, many: Timed, slices: tuple[int, int, int], circulate: str) -> Timed:
+def extended(few: Timed, many: Timed, slices: Sequence[int], circulate: str) -> Timed:
     """Extrapolate a pass to the last of three numbers of sequence groups, from the first two.
 
     Work and bytes grow with the number of groups; with ``blocks`` bytes grow with its square root. Exposed time never

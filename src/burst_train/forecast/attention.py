@@ -156,9 +156,9 @@ def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
     """Simulate a forward and a backward step by step, as :meth:`Schedule.timed` does."""
     schedule, passes = setting.schedule(way), []
     wire, *_ = setting.planner.wires(setting.world)
-    for one in setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups):
+    for one in setting.planner.passes(schedule, setting.shape, way.circulate, way.groups):
         if schedule.route.direct:
-            sent = one.messages(one.steps())
+            sent = one.messages()
         else:
             sent = edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
         kind = wire.across(sent)
