@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import CallShape, Hardware, Mask, make_plan
-from burst_attention.attention.calibrate import CalibrationSizes, calibrate
+from burst_attention.attention.calibrate import calibrate
 from burst_attention.attention.plan import Plan
-from burst_attention.attention.probe import Probe, QuickProbe
+from burst_attention.attention.probe import Probe
 from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError, PeerError
 from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.plan.strategy import Strategy
@@ -143,8 +143,8 @@ def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
 
 
 def test_the_first_plan_over_several_nodes_measures_their_links_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates, counted = QuickProbe.rates, []
-    monkeypatch.setattr(QuickProbe, "rates", lambda *given: (counted.append(1), rates(*given))[1])
+    rates, counted = Probe.rates, []
+    monkeypatch.setattr(Probe, "rates", lambda *given: (counted.append(1), rates(*given))[1])
 
     def plans(group: Any) -> list[Any]:
         hardware = Hardware(nodes=[0, 0, 1, 1])
@@ -385,7 +385,7 @@ def test_nodes_are_given_by_a_mesh(pools) -> None:
 
 
 def test_what_is_measured_is_the_same_on_all_ranks_and_can_be_planned_by(pools) -> None:
-    few = partial(calibrate, name="few", sizes=CalibrationSizes(rows=64, message=1 << 12, repeats=1))
+    few = partial(calibrate, name="few", rows=64, repeats=1)
     first, second = pools(2).run(few)
     assert first == second == Rates.from_dict(first.as_dict())
     assert first.name == "few" and first.source.startswith("measured by burst calibrate on 2 ranks, cpu")

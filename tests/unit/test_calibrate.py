@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention.attention import calibrate, probe
+from burst_attention.attention import probe
 from burst_attention.cli.calibrate import _show
 from burst_attention.comm.transport import PACKED_BYTES
 from burst_attention.planner.presets import preset
@@ -23,11 +23,9 @@ class Link:
 
     def __init__(self, latency: float, bytes_per_second: float) -> None:
         self.latency, self.bytes_per_second, self.now = latency, bytes_per_second, 0.0
-        self.transport = self
-        self.planner = SimpleNamespace(nodes=(0, 0))
 
-    def exchange_small(self, values: Any) -> list[list[float]]:
-        return [list(values)] * self.world
+    def agree(self, _: str, fields: Any, own: Any) -> list[Any]:
+        return [own] * self.world
 
     def post(self, sends: Any, receives: Any, *, label: str) -> Any:
         assert len(sends) == len(receives) == probe.AT_ONCE
@@ -41,11 +39,9 @@ class Link:
 @pytest.mark.parametrize(("latency", "bytes_per_second"), [(0.0, 1e9), (5e-3, 2e7), (1e-6, 1e11), (2e-4, 3e6)])
 def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: float, bytes_per_second: float) -> None:
     link: Any = Link(latency, bytes_per_second)
-    clock = SimpleNamespace(perf_counter=lambda: link.now, process_time=lambda: link.now)
-    monkeypatch.setattr(calibrate, "time", clock)
+    clock = SimpleNamespace(perf_counter=lambda: link.now, process_time=None, thread_time=None)
     monkeypatch.setattr(probe, "time", clock)
-    measuring = calibrate._Calibration(link, torch.device("cpu"), calibrate.CalibrationSizes(repeats=1))
-    inside, across = measuring.links()
+    inside, across = probe.Probe(link, link, (0, 0), torch.device("cpu"), repeats=1, thorough=True).links()
     assert across is None and inside is not None
     assert inside.bytes_per_second == pytest.approx(bytes_per_second, rel=1e-6)
     assert inside.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
@@ -55,7 +51,8 @@ def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: floa
 def test_a_slow_first_message_is_not_the_link_s_rate(monkeypatch, cold: float) -> None:
     """Connections may open with the first message between two ranks."""
     link: Any = Link(1e-4, 1e9)
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: link.now))
+    clock = SimpleNamespace(perf_counter=lambda: link.now, thread_time=None)
+    monkeypatch.setattr(probe, "time", clock)
     wait = link.wait
 
     def opening(sends: Any) -> None:
@@ -64,8 +61,7 @@ def test_a_slow_first_message_is_not_the_link_s_rate(monkeypatch, cold: float) -
         wait(sends)
 
     link.wait = opening
-    options = {"message": 4 << 20, "repeats": 3, "patience": probe.PATIENCE}
-    inside, _ = probe.Probe(link, link.exchange_small, (0, 0), torch.device("cpu"), **options).links()
+    inside, _ = probe.Probe(link, link, (0, 0), torch.device("cpu")).links()
     assert inside is not None and inside.bytes_per_second == pytest.approx(1e9, rel=0.01)
 
 

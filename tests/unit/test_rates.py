@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from burst_attention import Hardware, Mask, make_plan
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.probe import measured
-from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.transport import Transport
 from burst_attention.planner.explain import explain
 from burst_attention.planner.planner import Planner
@@ -112,11 +112,12 @@ def test_rates_given_as_an_object_are_checked_too() -> None:
 def test_a_failed_measurement_leaves_the_counts_of_calls():
     transport = Transport(None, sent=3, received=4)
 
-    def exchange(_):
-        transport.sent, transport.received = transport.sent + 10, transport.received + 10
-        raise RuntimeError("lost")
+    class Lost:
+        def agree(self, *_: Any) -> Any:
+            transport.sent, transport.received = transport.sent + 10, transport.received + 10
+            raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        measured(preset("cpu"), transport, Agreement(Transport(None)), exchange, [0, 0], torch.device("cpu"))
+        measured(preset("cpu"), transport, Lost(), [0, 0], torch.device("cpu"))
     assert (transport.sent, transport.received) == (3, 4)
     assert not transport.health.measured

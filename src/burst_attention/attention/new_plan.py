@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from .hardware import (
     this_machine,
     usual_rates,
 )
-from .plan import MOST_TOKENS, Plan, Usage, check_seqlen, exchange_small
+from .plan import MOST_TOKENS, Plan, Usage, check_seqlen
 from .probe import measured
 
 MOST_SOURCE = 200  # characters of where rates come from, in the record that all ranks get
@@ -115,7 +114,7 @@ def make_plan(
     if shared[0]["measure"] and world > 1 and not threads:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
         rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
-        rates, unsure = measured(rates, transport, agreement, partial(exchange_small, agreement), hosts, device)
+        rates, unsure = measured(rates, transport, agreement, hosts, device)
     planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
     schedule = _chosen_together(planner, transport, agreement, seqlen, options)
     return Plan(schedule, planner, transport, agreement)

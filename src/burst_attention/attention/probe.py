@@ -1,4 +1,4 @@
-"""Measure links with the library's own messages, and kernels with tiles of one size, on all ranks at the same time."""
+"""Measure links with the library's own messages, and kernels with tiles, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.transport import PACKED_BYTES, Receive, Send, Transport
 from ..kernels import choose
-from ..kernels.contract import BackwardInputs, Kernel, Measuring
+from ..kernels.contract import BackwardInputs, Measuring
 from ..plan.tile import Tile, Tiles
 from ..planner.rates import Link, Rates, Speed, measured_file, read_rates, write_rates
+from .plan import exchange_small
 
+MESSAGE = 4 << 20  # bytes of the largest messages that are sent at the same time
 AT_ONCE = 8  # messages in flight; a call sends about this many in a step
 PATIENCE = 0.03  # seconds of a quick measurement: more repeats or larger messages are not worth it
 STEPS_PER_DOUBLING = 3  # measured rates are rounded to this grid
@@ -41,25 +43,30 @@ Passes = tuple[float, float]  # seconds of a forward and of a backward
 class Probe:
     """One rank's measurements of links, and of calls that all ranks make at the same time.
 
-    ``exchange`` gathers a few numbers from all ranks. ``message``: bytes of all messages sent at the same time; 512 KiB
-    at least are sent. After ``patience`` seconds a measurement is neither repeated nor tried with larger messages.
+    ``thorough``, as for ``burst calibrate``: calls are timed one by one, and kernels choose their block sizes. Else a
+    measurement is neither repeated nor tried with larger messages after :data:`PATIENCE` seconds.
     """
 
     def __init__(
         self,
+        agreement: Agreement,
         transport: Transport,
-        exchange: Callable[[list[float]], list[list[float]]],
         nodes: Sequence[int],
         device: torch.device,
         *,
-        message: int,
-        repeats: int,
-        patience: float = math.inf,
+        repeats: int = 3,
+        thorough: bool = False,
     ) -> None:
-        self.transport, self.exchange, self.nodes, self.device = transport, exchange, nodes, device
-        self._message, self._repeats, self._patience = message, repeats, patience
+        self.agreement, self.transport, self.nodes, self.device = agreement, transport, nodes, device
+        self._repeats, self._thorough, self._patience = repeats, thorough, math.inf if thorough else PATIENCE
         self._draws = torch.Generator(device).manual_seed(0)
         self.clock: Callable[[], float] = time.perf_counter
+        if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
+            self.clock = time.process_time if thorough else time.thread_time
+
+    def exchange(self, mine: list[float]) -> list[list[float]]:
+        """Return the numbers of all ranks, by rank."""
+        return exchange_small(self.agreement, mine)
 
     def slowest(self, mine: list[float]) -> list[float]:
         """Return the element-wise maximum over all ranks."""
@@ -125,7 +132,7 @@ class Probe:
             warm = size > least  # smaller messages have opened the connections
             return self.seconds([exchange], time.perf_counter, warm=warm)[0] / AT_ONCE
 
-        most = max(4 * least, self._message // AT_ONCE)
+        most = MESSAGE // AT_ONCE
         few = many = send(least)
         size = least
         while size < most and AT_ONCE * many < self._patience:
@@ -135,8 +142,11 @@ class Probe:
         rate = (size - least) / (many - few) if many > 1.5 * few else size / many
         return max(0.0, few - least / rate), rate
 
-    def tile(self, kernel: Kernel, tile: Tile, dtype: torch.dtype, heads: int) -> list[Callable[[], Any]]:
+    def tile(self, dtype: torch.dtype, tile: Tile, heads: int) -> list[Callable[[], Any]]:
         """Return the forward and the backward of one tile, as calls. Both have run once."""
+        kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
+        if isinstance(kernel, Measuring) and not self._thorough:  # the other ranks would wait for its tuning
+            kernel = kernel.untuned()
         sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
         q, k, v, dout = (self.random(1, heads, n, DIM, dtype=dtype) for n in sizes)
         tiles, scale = Tiles(torch.tensor([tile]).numpy()), DIM**-0.5
@@ -144,6 +154,36 @@ class Probe:
         inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), tiles, scale)
         kernel.backward(inputs)
         return [partial(kernel.forward, q, k, v, tiles, scale), partial(kernel.backward, inputs)]
+
+    def passes(self, sizes: Sequence[tuple[torch.dtype, Tile]], heads: int) -> list[Passes]:
+        """Return the seconds of a forward and a backward of tiles."""
+        calls = list[Callable[[], Any]]()
+        with self.agreement.entering("make_plan"):
+            for dtype, tile in sizes:
+                calls += self.tile(dtype, tile, heads)
+        if self._thorough:  # in turns, small tiles would find cold caches
+            took = [self.seconds([call], warm=True)[0] for call in calls]
+        else:
+            took = self.seconds(calls, warm=True)
+        return [*zip(took[::2], took[1::2], strict=True)]
+
+    def speeds(self, dtypes: Sequence[torch.dtype], rows: int, heads: int) -> tuple[Passes, list[Speed]]:
+        """Return the seconds of a launch in the first dtype, and the kernels' speed in each, by tiles of ``rows``."""
+        found = self.passes([(dtype, full(n)) for dtype in dtypes for n in (SMALL, rows)], heads)
+        speeds = [self._speed(dtype, rows, heads, *found[2 * n : 2 * n + 2]) for n, dtype in enumerate(dtypes)]
+        return found[0], speeds
+
+    def _speed(self, dtype: torch.dtype, rows: int, heads: int, launches: Passes, whole: Passes) -> Speed:
+        """Return a kernel's speed; rows are doubled until a tile takes clearly longer than its launch."""
+        most = 4 * rows
+        while sum(whole) < CLEAR * sum(launches) and rows < most:
+            rows *= 2
+            (whole,) = self.passes([(dtype, full(rows))], heads)
+        forward, backward = (
+            flop * heads * rows * rows / max(seconds - launch, seconds / CLEAR, 1e-9)
+            for flop, seconds, launch in zip(FLOPS, whole, launches, strict=True)
+        )
+        return Speed(forward=forward, backward=backward)
 
     def at_once(self) -> float:
         """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
@@ -155,21 +195,6 @@ class Probe:
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return normal values. They are not drawn from the user's generator, whose next numbers must not change."""
         return torch.randn(*shape, device=self.device, generator=self._draws).to(dtype)
-
-
-def full(rows: int, columns: int = 0) -> Tile:
-    """Return a tile of this size in which each query sees each key."""
-    return Tile(0, rows, 0, columns or rows, 1 - (columns or rows), rows - 1)
-
-
-class QuickProbe(Probe):
-    """What the first plan of a group measures: links, and kernels at one size."""
-
-    def __init__(self, agreement: Agreement, transport: Transport, *given: Any, **named: Any) -> None:
-        super().__init__(transport, *given, **named, message=4 << 20, repeats=3, patience=PATIENCE)
-        self.agreement = agreement
-        if self.device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
-            self.clock = time.thread_time
 
     def rates(self, usual: Rates) -> tuple[Rates, bool]:
         """Measure, or read what was kept, as :func:`measured` says."""
@@ -197,40 +222,14 @@ class QuickProbe(Probe):
         Double precision keeps its ratio to single precision. On GPUs both keep their ratio to half precision.
         """
         on_gpu = self.device.type == "cuda"
-        heads, rows = (8, 2048) if on_gpu else (1, 512)
-        dtypes = [torch.bfloat16, *([] if on_gpu else [torch.float32])]
-        found = self._passes([(dtype, n) for dtype in dtypes for n in (SMALL, rows)], heads)
-        launches = found[0]
-        half, *singles = (self._speed(dtype, heads, rows, *found[2 * n : 2 * n + 2]) for n, dtype in enumerate(dtypes))
+        dtypes, rows, heads = ([torch.bfloat16], 2048, 8) if on_gpu else ([torch.bfloat16, torch.float32], 512, 1)
+        launches, found = self.speeds(dtypes, rows, heads)
+        half, *singles = (Speed(forward=near(each.forward), backward=near(each.backward)) for each in found)
         single = _scaled(usual.single, half, usual.half) if on_gpu else singles[0]
         double = _scaled(usual.double, single, usual.single)
         times = {"launch_forward": near(launches[0]), "launch_backward": near(launches[1])}
         overhead = replace(usual.overhead, **times, at_once=0.0 if on_gpu else self.at_once())
         return replace(usual, half=half, single=single, double=double, overhead=overhead)
-
-    def _speed(self, dtype: torch.dtype, heads: int, rows: int, launches: Passes, whole: Passes) -> Speed:
-        """Return a kernel's speed; rows are doubled until a tile takes clearly longer than its launch."""
-        most = 4 * rows
-        while sum(whole) < CLEAR * sum(launches) and rows < most:
-            rows *= 2
-            (whole,) = self._passes([(dtype, rows)], heads)
-        forward, backward = (
-            near(flop * heads * rows * rows / max(seconds - launch, seconds / CLEAR, 1e-9))
-            for flop, seconds, launch in zip(FLOPS, whole, launches, strict=True)
-        )
-        return Speed(forward=forward, backward=backward)
-
-    def _passes(self, sizes: Sequence[tuple[torch.dtype, int]], heads: int) -> list[Passes]:
-        """Return the seconds of a forward and a backward of full tiles, each with a dtype and a number of rows."""
-        calls = list[Callable[[], Any]]()
-        with self.agreement.entering("make_plan"):
-            for dtype, rows in sizes:
-                kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
-                # Fixed block sizes need no tuning, for which the other ranks would wait.
-                fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
-                calls += self.tile(fixed, full(rows), dtype, heads)
-        took = self.seconds(calls, warm=True)
-        return [*zip(took[::2], took[1::2], strict=True)]
 
     def _read(self, name: str) -> Rates | None:
         """Return the rates that rank 0 kept for such a group, on every rank; None without a file that can be read."""
@@ -255,11 +254,15 @@ class QuickProbe(Probe):
         return replace(rates, source=self.agreement.agree("make_plan", {}, {"source": said})[0]["source"])
 
 
+def full(rows: int) -> Tile:
+    """Return a square tile in which each query sees each key."""
+    return Tile(0, rows, 0, rows, 1 - rows, rows - 1)
+
+
 def measured(
     usual: Rates,
     transport: Transport,
     agreement: Agreement,
-    exchange: Callable[[list[float]], list[list[float]]],
     nodes: Sequence[int],
     device: torch.device,
 ) -> tuple[Rates, bool]:
@@ -274,7 +277,7 @@ def measured(
     if key not in known:
         counts = transport.sent, transport.received
         try:
-            known[key] = QuickProbe(agreement, transport, exchange, nodes, device).rates(usual)
+            known[key] = Probe(agreement, transport, nodes, device).rates(usual)
         finally:  # the counts are those of calls, to which a measurement does not belong, even if it fails
             transport.sent, transport.received = counts
     result: tuple[Rates, bool] = known[key]

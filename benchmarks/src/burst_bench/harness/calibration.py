@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from burst_attention import Hardware, make_plan
-from burst_attention.attention.calibrate import CalibrationSizes, calibrate
+from burst_attention.attention.calibrate import calibrate
 from burst_attention.launch.join import cores
 from burst_attention.planner.rates import Link, Rates
 from burst_attention.testing import WorkerPool
 
-SIZES = CalibrationSizes(repeats=5)
 PAYLOAD = 0.95  # share of a link's rate; packet headers take the rest
 
 
@@ -21,7 +20,7 @@ def calibrated(pool: WorkerPool) -> Rates:
 
     All ranks share one machine's cores; the rates say how many cores there are.
     """
-    rates = pool.run(partial(calibrate, name="emulated", sizes=SIZES), timeout=600)[0]
+    rates = pool.run(partial(calibrate, name="emulated", repeats=5), timeout=600)[0]
     count = cores()
     return replace(rates, overhead=replace(rates.overhead, at_once=float(count if count < pool.world else 0)))
 
