@@ -7,7 +7,7 @@ import os
 import tomllib
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -86,18 +86,11 @@ class Rates:
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
         """Return values as rates. Raise ValueError if one is missing, unknown, out of range, or a text not in UTF-8."""
-        given = values.get("measured_on") if isinstance(values, Mapping) else None
-        _check_names({**values, "measured_on": given} if isinstance(values, Mapping) else values, cls, "the rates")
-        parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
-        for name in ("name", "source"):
-            if not isinstance(values[name], str):
-                raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} must be a text")
-            if any("\ud800" <= character <= "\udfff" for character in values[name]):
-                raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} has a lone surrogate, which UTF-8 can't hold")
-        return cls(name=values["name"], source=values["source"], measured_on=_machine(given), **parts)
+        if isinstance(values, Mapping):
+            values = {"measured_on": None, **values}
+        return cls(**_checked(values, cls, "the rates"))
 
 
-_PARTS = {name: kind for name, kind in get_type_hints(Rates).items() if is_dataclass(kind)}
 MOST_SHOWN = 40  # longest bad value in an error message, in characters
 
 # Within these ranges a prediction of any sequence neither overflows nor vanishes.
@@ -106,40 +99,40 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("bytes_per_second", "forward", "backward", "fold"), _PER_SECOND),
     **dict.fromkeys(("latency", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
     **dict.fromkeys(("block", "at_once"), (0.0, 1e9)),
+    "ranks": (1, 2**31),
 }
 
 
-def _check_names(values: Any, kind: Any, what: str) -> None:
+def _checked(values: Any, kind: Any, what: str, prefix: str = "") -> dict[str, Any]:
+    """Return a table's values, nested tables as dataclasses; ValueError unless they are those of ``kind``."""
+    kinds = get_type_hints(kind)
     if not isinstance(values, Mapping):
-        raise ValueError(f"{what} must be a table of {', '.join(f.name for f in fields(kind))}, not {values!r}")
-    names = {field.name for field in fields(kind)}
-    for fault, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
+        raise ValueError(f"{what} must be a table of {', '.join(kinds)}, not {values!r}")
+    for fault, odd in (("is missing", {*kinds} - {*values}), ("is unknown", {*values} - {*kinds})):
         if odd:
-            raise ValueError(f"{min(odd)} {fault} in {what}; the names are {', '.join(sorted(names))}")
-
-
-def _machine(values: Any) -> MeasuredOn | None:
-    if values is None:
-        return None
-    _check_names(values, MeasuredOn, "[measured_on]")
-    device, version, ranks = (values[name] for name in ("device", "torch", "ranks"))
-    whole = isinstance(ranks, (int, float)) and not isinstance(ranks, bool) and ranks == int(ranks) >= 1
-    if not (isinstance(device, str) and isinstance(version, str) and whole):
-        raise ValueError(f"measured_on={dict(values)!r:.{MOST_SHOWN}} must hold two texts and a number of ranks")
-    return MeasuredOn(device=device, torch=version, ranks=int(ranks))
-
-
-def _part(kind: Any, values: Any, name: str) -> Any:
-    _check_names(values, kind, f"[{name}]")
-    for key, value in values.items():
-        if key == "shared":
+            raise ValueError(f"{min(odd)} {fault} in {what}; the names are {', '.join(sorted(kinds))}")
+    found = dict(values)
+    for key, each in kinds.items():
+        value, shown = values[key], f"{prefix}{key}={values[key]!r:.{MOST_SHOWN}}"
+        if key == "measured_on":
+            found[key] = value if value is None else MeasuredOn(**_checked(value, MeasuredOn, f"[{key}]", f"{key}."))
+        elif is_dataclass(each):
+            found[key] = each(**_checked(value, each, f"[{key}]", f"{key}."))  # type: ignore[operator]
+        elif each is bool:
             if not isinstance(value, bool):
-                raise ValueError(f"{name}.shared={value!r:.{MOST_SHOWN}} must be true or false")
-            continue
-        least, most = _RANGES[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-            raise ValueError(f"{name}.{key}={value!r:.{MOST_SHOWN}} must be a number from {least:g} to {most:g}")
-    return kind(**{key: value if key == "shared" else float(value) for key, value in values.items()})
+                raise ValueError(f"{shown} must be true or false")
+        elif each is str:
+            if not isinstance(value, str):
+                raise ValueError(f"{shown} must be a text")
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError(f"{shown} has a lone surrogate, which UTF-8 can't hold")
+        else:
+            (least, most), whole = _RANGES[key], each is int
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not number or not least <= value <= most:
+                raise ValueError(f"{shown} must be a {'whole ' * whole}number from {least:g} to {most:g}")
+            found[key] = each(value)
+    return found
 
 
 def user_file() -> Path:
