@@ -22,38 +22,24 @@ from burst_attention.attention.batch import on_host
 from burst_attention.plan.mask import Mask
 
 IGNORED = -100  # transformers' label for a token without a target
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "sequence_ids")
-_LENGTHS = ("max_length_q", "max_length_k")  # redundant: they follow from the cumulative lengths
-PACKING = (*_PACKED, *_LENGTHS)
+_DOCUMENTS = ("position_ids", "seq_idx", "sequence_ids", "cu_seq_lens_q", "cu_seq_lens_k")
+PACKING = (*_DOCUMENTS[1:], "max_length_q", "max_length_k")  # these follow from the cumulative lengths
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRows:
-    """A whole batch as rows for the plan, the same on every rank.
+    """A whole batch as rows for the plan, the same on every rank."""
 
-    Attributes:
-        input_ids: [R, T], with padding at the end of rows.
-        targets: [R, T], shifted labels: the next token's id at each token; None without labels.
-        cu_seqlens: document borders, the same for every row; None for one document per row.
-        shape: (B, S) of the original batch.
-        padding: int64 [B], the number of padding tokens before each row of the batch; None if no row has any.
-        real: bool [B, S], True for real tokens, False for padding; None if the batch has no padding.
-        shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
-        joined: whether the rows of the batch became documents of one row at the caller's wish.
-        others: other values of each token, [R, T] or [R, T, E], by name.
-        unlabeled: whether there are labels, but none of them counts.
-    """
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor | None
-    cu_seqlens: tuple[int, ...] | None
-    shape: tuple[int, int]
-    padding: torch.Tensor | None
-    real: torch.Tensor | None
-    shifted: bool
-    others: Mapping[str, torch.Tensor]
-    joined: bool = False
-    unlabeled: bool = False
+    input_ids: torch.Tensor  # [R, T], with padding at the end of rows
+    targets: torch.Tensor | None  # [R, T], shifted labels: the next token's id at each token; None without labels
+    cu_seqlens: tuple[int, ...] | None  # document borders, the same for every row; None for one document per row
+    shape: tuple[int, int]  # (B, S) of the original batch
+    padding: torch.Tensor | None  # int64 [B], the number of padding tokens before each row; None if no row has any
+    real: torch.Tensor | None  # bool [B, S], False for padding; None if the batch has none
+    shifted: bool  # whether a row's first token is not at position 0, due to position_ids or left padding
+    others: Mapping[str, torch.Tensor]  # other values of each token, [R, T] or [R, T, E], by name
+    joined: bool = False  # whether the batch's rows became documents of one row at the caller's wish
+    unlabeled: bool = False  # whether there are labels, but none of them counts
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [R, T, ...] in the order of the original batch: [B, S, ...]."""
@@ -75,12 +61,11 @@ def rows_of(
     """Convert a batch into rows.
 
     Args:
-        batch: ``input_ids`` [B, S], int, or ``inputs_embeds`` [B, S, E] in their place, which go to ``others``. All
-            other entries are optional (None or left out). ``labels`` [B, S]: not shifted. ``shift_labels`` [B, S]:
-            shifted over the whole sequence. ``attention_mask`` [B, S]: zeros only before and behind each row's tokens.
-            ``position_ids`` [B, S] or [1, S]: increase by one, or restart
-            at 0 where a document begins. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1]: over all rows
-            concatenated. ``seq_idx`` or ``sequence_ids`` [B, S]: change where a document begins.
+        batch: ``input_ids`` [B, S], int, or ``inputs_embeds`` [B, S, E], which go to ``others``. All other entries are
+            optional (None or left out): ``labels`` [B, S], not shifted; ``shift_labels`` [B, S]; ``attention_mask``
+            [B, S], zeros only before and behind each row's tokens; ``position_ids`` [B, S] or [1, S], which increase
+            by one, or restart at 0 where a document begins; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1],
+            over all rows concatenated; ``seq_idx`` or ``sequence_ids`` [B, S], which change where a document begins.
         ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
         causal: whether the model's attention is. If not, tokens would see the padding behind them.
         join: make several rows the documents of one row, even if they have the same documents.
@@ -98,8 +83,9 @@ def rows_of(
     batch_size, length = ids.shape
     if starts is not None and before is not None:
         starts = np.take_along_axis(starts, (np.arange(length) + before[:, None]) % length, 1)
-    if seen is not None and not causal:
-        starts = _before_padding(starts, seen)
+    if seen is not None and not causal:  # padding behind a row's tokens becomes a document
+        begins: np.ndarray = np.arange(length) == seen.sum(1)[:, None]
+        starts = begins if starts is None else starts | begins
     join = join and batch_size > 1
     joined = join and starts is None
     if joined:
@@ -110,7 +96,8 @@ def rows_of(
 
     def arranged(x: torch.Tensor, filler: int) -> torch.Tensor:
         behind = (0, 0) * (x.dim() - 2) + (0, more)
-        return F.pad(_in_front(x, padding).reshape(rows, tokens, *x.shape[2:]), behind, value=filler)
+        x = x if padding is None else _rolled(x, -padding)  # left padding moves behind the tokens
+        return F.pad(x.reshape(rows, tokens, *x.shape[2:]), behind, value=filler)
 
     if more and (cu_seqlens is not None or not causal):
         cu_seqlens = (*(cu_seqlens or (0, tokens)), tokens + more)
@@ -120,10 +107,10 @@ def rows_of(
         if value is not None:
             also[name] = arranged(value, 0)
     targets = None if targets is None else arranged(targets, IGNORED)
-    shifted = _shifted(host, before)
-    shape = batch_size, length
-    ids = arranged(ids, 0)
-    return BatchRows(ids, targets, cu_seqlens, shape, padding, real, shifted, also, joined, unlabeled)
+    shape, shifted = (batch_size, length), _shifted(host, before)
+    return BatchRows(
+        arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, joined=joined, unlabeled=unlabeled
+    )
 
 
 def _ids_and_embeddings(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -225,14 +212,14 @@ def _starts(
 ) -> np.ndarray | None:
     """Return bool [B, S], True where a document begins inside a row; None if no row has a second document."""
     said = {}
-    if "position_ids" in host:
-        said["position_ids"] = _restarts(host["position_ids"], real)
-    for name in ("seq_idx", "sequence_ids"):
-        if name in host:
-            said[name] = _inside(host[name][:, 1:] != host[name][:, :-1], real)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in host:
-            said[name] = _at(host[name], name, (ids.shape[0], ids.shape[1]))
+    for name in filter(host.__contains__, _DOCUMENTS):
+        x = host[name]
+        if name == "position_ids":
+            said[name] = _restarts(x, real)
+        elif name in ("seq_idx", "sequence_ids"):
+            said[name] = _inside(x[:, 1:] != x[:, :-1], real)
+        else:
+            said[name] = _at(x, name, (ids.shape[0], ids.shape[1]))
     # Positions that never restart don't contradict other entries: rotary angles within documents stay the same.
     if len(said) > 1 and "position_ids" in said and not said["position_ids"].any():
         del said["position_ids"]
@@ -295,12 +282,6 @@ def _at(borders: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
     return starts
 
 
-def _before_padding(starts: np.ndarray | None, real: np.ndarray) -> np.ndarray:
-    """Mark where padding begins, bool [B, S], in rows whose padding is behind their tokens."""
-    begins: np.ndarray = np.arange(real.shape[1]) == real.sum(1)[:, None]
-    return begins if starts is None else starts | begins
-
-
 def _one_mask(starts: np.ndarray | None, shape: tuple[int, int], *, join: bool) -> tuple[int, tuple[int, ...] | None]:
     """Return (rows, borders). If all rows have the same documents, keep the rows; else join them into one."""
     if starts is None:
@@ -313,11 +294,6 @@ def _one_mask(starts: np.ndarray | None, shape: tuple[int, int], *, join: bool) 
         begins = begins.reshape(-1)
     begins[0] = True
     return rows, (*np.flatnonzero(begins).tolist(), len(begins))
-
-
-def _in_front(x: Any, padding: torch.Tensor | None) -> Any:
-    """Move left padding of rows [B, S] behind the tokens. None stays None."""
-    return x if x is None or padding is None else _rolled(x, -padding)
 
 
 def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of
+from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of, weight_samples
 from burst_attention.attention.plan import Plan
 
 from . import arguments, converted, heads, known, models, stub_forward, vision
@@ -28,6 +31,7 @@ SHORT = 64
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 _SILENT = ("return_dict", "cache_position")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_OF_MODES = ("num_beams", "prompt_lookup_num_tokens", "penalty_alpha")
 _OTHER_MODE = (
     "a cache over ranks serves greedy search and sampling; leave it out, or generate on one rank with transformers' "
     "own cache"
@@ -62,6 +66,14 @@ class _CachedCall:
     keep: int  # logits of this many last tokens
 
 
+def weights_of(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
+    """Return digests of whole parameters and buffers by name; ``of``: of this rank's parts of those cut over a mesh."""
+    every = [*model.named_parameters(), *model.named_buffers()]
+    if of is not None:
+        every = [(name, x.to_local()) for name, x in every if isinstance(x, DTensor) and x.device_mesh == of]
+    return weight_samples(every)
+
+
 @contextmanager
 def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> Iterator[None]:
     """Agree on a call of ``generate`` with the other ranks; inside this context, only the first token checks the model.
@@ -70,62 +82,61 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
         TypeError, ValueError: an argument is not supported with this cache; on every rank.
         DisagreementError: prompts, settings or random states differ between ranks.
     """
-    meeting = model._burst.meeting
-    with meeting.entering("generate"):
+    state = model._burst
+    with state.meeting.entering("generate"):
         if "past_key_values" not in stub_forward.parameters_of(model.stock_class.forward):
             raise ValueError(f"past_key_values: {type(model).__name__} takes no cache; call generate without one")
-        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
+        given = _named(args, kwargs)
         limits = _limits(model)
         ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
-        settings = _settings(model, given)
+        settings, fields = _settings(model, given)
         _check_mode(settings, given)
         _check_positions_of(settings, limits[1], ids.shape[1])
-        fields = {
-            "the digest of input_ids": digest_of(ids),
-            "the settings of generate": digest_text(settings.to_dict()),
-            _RANDOM: digest_of(_random_state(model)) if settings.do_sample else None,
-            **cache.describe(),
-        }
-    meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
-    model._burst.keeps_fit = True
+        fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
+    state.meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+    state.keeps_fit = True
     try:
         yield
     finally:
-        model._burst.keeps_fit, model._burst.fit = False, None
+        state.keeps_fit, state.fit = False, None
 
 
 def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compare a ``generate`` that runs on each rank of the group alone along the tensor-parallel axis.
-
-    Its ranks exchange parts of every layer, so other tokens, or another random state, would mix.
-    """
+    """Compare a ``generate`` without our cache along the tensor-parallel axis, whose ranks exchange parts of layers."""
     inner = model._burst.meeting.inner
     if inner is None:
         return
     with inner.entering("generate"):
-        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
-        settings = _settings(model, given)
+        given = _named(args, kwargs)
+        settings, fields = _settings(model, given)
         _check_clocks(settings, given)
-        tensors = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
-        fields = {
-            "the digests of tensors": tensors,
-            "the settings of generate": digest_text(settings.to_dict()),
-            _RANDOM: digest_of(_random_state(model)) if settings.do_sample else None,
-        }
+        fields["the digests of tensors"] = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
     inner.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
 
 
-def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]) -> Any:
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
+
+
+def _settings(model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the settings that ``generate`` will use, and what ranks compare of them."""
+    other = ("inputs", "input_ids", "generation_config", "streamer", "assistant_model", "synced_gpus")
+    kept = {name: value for name, value in given.items() if name not in other}
+    settings = model._prepare_generation_config(given.get("generation_config"), **kept)[0]
+    random = digest_of(stub_forward.random_states(model)[-1]) if settings.do_sample else None
+    return settings, {"the settings of generate": digest_text(settings.to_dict()), _RANDOM: random}
+
+
+def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the model on new tokens after those of its cache.
 
     Args:
         args, kwargs: the call's arguments, ``past_key_values`` among ``kwargs``.
-        weights: returns digests of the model's weights that this rank has whole, by name.
 
     Returns:
         ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
     """
-    call, logits = _agreed(model, args, kwargs, weights), torch.empty(0)
+    call, logits = _agreed(model, args, kwargs), torch.empty(0)
     count = call.ids.shape[1]
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
@@ -135,30 +146,31 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
     return out if kwargs.get("return_dict", True) else out.to_tuple()
 
 
-def _agreed(
-    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
-) -> _CachedCall:
+def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _CachedCall:
+    """Return the call after this rank's checks and the agreement of all."""
     meeting = model._burst.meeting
     if meeting.alone:
-        return _checked(model, args, kwargs, weights)
+        return _checked(model, args, kwargs)
     with meeting.entering("the model with a cache"):
-        call = _checked(model, args, kwargs, weights)
-        fields = _fields(call)
+        call = _checked(model, args, kwargs)
+        fields = {
+            "the digest of input_ids": digest_of(call.ids),
+            "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
+            "logits_to_keep": call.keep,
+            **call.cache.describe(),
+        }
     meeting.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
     return call
 
 
-def _checked(
-    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
-) -> _CachedCall:
-    """Return the call after this rank's checks."""
+def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _CachedCall:
     state = model._burst
     given = arguments.named(model, args, kwargs)
     cache: Any = given["past_key_values"]
     _check_keywords(given)
     fit = state.fit
     if fit is None or fit.cache is not cache:
-        fit = _fit(model, cache, weights)
+        fit = _fit(model, cache)
         state.fit = fit if state.keeps_fit else None
     past = cache.get_seq_length()
     ids = _prompt(fit.limits, given.get("input_ids"), given, past)
@@ -169,7 +181,7 @@ def _checked(
     return call
 
 
-def _fit(model: Any, cache: Any, weights: Callable[[], dict[str, str]]) -> Fit:
+def _fit(model: Any, cache: Any) -> Fit:
     """Check that the model can fill the cache."""
     state = model._burst
     if torch.is_autocast_enabled(model.device.type):
@@ -180,7 +192,7 @@ def _fit(model: Any, cache: Any, weights: Callable[[], dict[str, str]]) -> Fit:
         raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
     state.check_parts(model)
     _check_model(model)
-    cache.check(model, state.plans.base, weights, turn=state.keeps_fit)
+    cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
     body = vision.text_of(model)
     return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
 
@@ -202,23 +214,10 @@ def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _Cac
     return _CachedCall(fit, fit.cache, ids, mask, padding, places, past, _kept(given, count))
 
 
-def _fields(call: _CachedCall) -> dict[str, Any]:
-    """Return the values that must be equal on all ranks."""
-    return {
-        "the digest of input_ids": digest_of(call.ids),
-        "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
-        "logits_to_keep": call.keep,
-        **call.cache.describe(),
-    }
-
-
 def _prefill(model: Any, call: _CachedCall, count: int) -> int:
-    """Fill the cache with the first ``count`` tokens on shards, if they are many; return how many it took.
-
-    Padding moves behind a prompt's tokens. Rows that a later turn continues have it between their tokens, at different
-    places, so one mask can't serve them.
-    """
+    """Fill the cache with the first ``count`` tokens on shards, if they are many; return how many it took."""
     world, cache = model._burst.plans.base.world, call.cache
+    # Padding moves behind a prompt's tokens. Rows that a later turn continues have it at different places inside.
     if count < max(SHORT, world) or (call.past and (call.mask is not None or cache.strided)):
         return 0
     mask = None if call.mask is None else call.mask[:, :count]
@@ -251,12 +250,9 @@ def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
 
 
 def _stops(done: int, count: int) -> list[int]:
-    """Return where steps of the tokens [done, count) start and stop. The last holds all tokens whose logits are kept.
-
-    Only a call of one token has a step of one token: mixers of transformers compute that one by another formula, which
-    lacks the limits of time steps (``time_step_limit``).
-    """
+    """Return where steps of the tokens [done, count) start and stop; the last holds all whose logits are kept."""
     last = max(done, count - SHORT)
+    # transformers' mixers compute a step of one token by another formula, without limits of time steps, so avoid it.
     last -= (last - done) % SHORT == 1
     return [*range(done, last, SHORT), last, count]
 
@@ -269,8 +265,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
         hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
     linear = call.fit.head  # under FSDP2 its weight is whole only now
     head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
-    hidden = hidden[:, -call.keep :]
-    return head.logits(hidden.to(head.weight.dtype) if head.weight.dtype.itemsize < hidden.dtype.itemsize else hidden)
+    return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))
 
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
@@ -280,7 +275,7 @@ def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
 
 
 def is_running() -> bool:
-    """Return whether this thread runs a body with a cache, whose attention the first token of a ``generate`` checks."""
+    """Return whether this thread runs a body with a cache, whose attention was checked for its first token."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _run.__code__:
         frame = frame.f_back
@@ -386,19 +381,12 @@ def _check_positions(call: _CachedCall, positions: Any) -> None:
         )
 
 
-def _settings(model: Any, given: Mapping[str, Any]) -> Any:
-    """Return the settings that ``generate`` will use."""
-    other = ("inputs", "input_ids", "generation_config", "streamer", "assistant_model", "synced_gpus")
-    kept = {name: value for name, value in given.items() if name not in other}
-    return model._prepare_generation_config(given.get("generation_config"), **kept)[0]
-
-
 def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
     """Refuse ways to generate that reorder or roll back the cache."""
-    if given.get("assistant_model") is not None:
-        raise ValueError(f"assistant_model={type(given['assistant_model']).__name__} is refused: {_OTHER_MODE}")
-    if given.get("custom_generate") is not None:
-        raise ValueError(f"custom_generate={given['custom_generate']!r} is refused: {_OTHER_MODE}")
+    for name in ("assistant_model", "custom_generate"):
+        if (value := given.get(name)) is not None:
+            what = repr(value) if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"{name}={what} is refused: {_OTHER_MODE}")
     if settings.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
@@ -412,9 +400,7 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         )
     mode = settings.get_generation_mode(None)
     if mode not in _MODES:
-        named = {
-            name: getattr(settings, name, None) for name in ("num_beams", "prompt_lookup_num_tokens", "penalty_alpha")
-        }
+        named = {name: getattr(settings, name, None) for name in _OF_MODES}
         asked = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
         raise ValueError(f"{asked or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")
 
@@ -427,10 +413,3 @@ def _check_clocks(settings: Any, given: Mapping[str, Any]) -> None:
             f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "
             "different tokens; use max_new_tokens"
         )
-
-
-def _random_state(model: Any) -> Tensor:
-    device = model.device
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)

@@ -13,35 +13,26 @@ import torch
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
+from .known import names
+
 UNSTATED: Any = object()
 ATTRIBUTE = "_burst_plans"  # holds the plans of a module that gets no keywords from the modules around it
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
 
 _DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
+_BIAS = "a bias on attention logits is not supported; use a model with rotary positions"
 # Keywords that would change the result of an attention function, each with a remedy.
 _REFUSED = {
     "head_mask": "masking heads is not supported; prune them from the model",
-    "position_bias": "a bias on attention logits is not supported; use a model with rotary positions",
-    "alibi": "a bias on attention logits is not supported; use a model with rotary positions",
-    "cu_seq_lens_q": _DOCUMENTS,
-    "cu_seq_lens_k": _DOCUMENTS,
-    "max_length_q": _DOCUMENTS,
-    "max_length_k": _DOCUMENTS,
-    "seq_idx": _DOCUMENTS,
+    **dict.fromkeys(("position_bias", "alibi"), _BIAS),
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _DOCUMENTS),
     "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
 # Keywords that models pass on to the attention but that don't change its result.
-_BENIGN = frozenset(
-    {
-        "deterministic",  # torch.use_deterministic_algorithms decides on the order of sums
-        "use_cache",
-        "cache_position",
-        "output_hidden_states",
-        "output_router_logits",
-        "num_items_in_batch",
-        "return_dict",
-        "shift_labels",
-    }
+# (deterministic: torch.use_deterministic_algorithms decides on the order of sums).
+_BENIGN = names(
+    "deterministic use_cache cache_position output_hidden_states output_router_logits num_items_in_batch return_dict "
+    "shift_labels"
 )
 
 
@@ -50,22 +41,14 @@ class MaskRequest:
     """A mask other than plain causal that a model requested from transformers' mask code.
 
     The mask code has no plan, so it can't raise on all ranks. It returns this request, and the attention raises.
-
-    Attributes:
-        causal: whether the requested mask is causal.
-        window: its sliding window; None for no window.
-        foreign: descriptions of parts that a plan's mask can't express.
-        chunk: tokens of a chunk, if a query sees only its own.
-        together: int [B, S], groups of tokens that also see each other's later tokens; -1 for none.
-        beyond: whether a group's tokens see each other even if the window is shorter.
     """
 
     causal: bool
-    window: int | None
-    foreign: tuple[str, ...]
-    chunk: int | None = None
-    together: torch.Tensor | None = None
-    beyond: bool = False
+    window: int | None  # its sliding window; None for no window
+    foreign: tuple[str, ...]  # descriptions of parts that a plan's mask can't express
+    chunk: int | None = None  # tokens of a chunk, if a query sees only its own
+    together: torch.Tensor | None = None  # int [B, S], groups that also see each other's later tokens; -1: none
+    beyond: bool = False  # whether a group's tokens see each other even if the window is shorter
 
 
 def plans_of(module: torch.nn.Module) -> Any:

@@ -8,7 +8,7 @@ return known numbers. We then compare the resulting logits with the forms that t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,7 @@ def next_token_loss(
     hidden: Tensor,
     shift_labels: Tensor,
     plan: PlanArgument,
-    *,
-    ignore_index: int = -100,
-    num_valid: float | Tensor | None = None,
-    chunk_tokens: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute the model's next-token loss over the whole sequence from this rank's hidden states.
 
@@ -48,7 +45,7 @@ def next_token_loss(
         hidden: [B, S_local, E], the output of the model's body: ``model.model(...)[0]``.
         shift_labels: [B, S_local], from :func:`burst_attention.integrations.hf.shard_batch`.
         plan: as for ``model(..., plan=plan)``.
-        ignore_index, num_valid, chunk_tokens: as for :func:`burst_attention.loss.next_token_loss`.
+        options: ``ignore_index``, ``num_valid`` and ``chunk_tokens`` of :func:`burst_attention.loss.next_token_loss`.
 
     Returns:
         A scalar, as from :func:`burst_attention.loss.next_token_loss`, without the model's additional losses (of a
@@ -60,16 +57,7 @@ def next_token_loss(
     one = Plans.of(plan).one
     with one.agreement.entering("next_token_loss"):
         head = find_head(model)
-    return loss.next_token_loss(
-        hidden,
-        head.weight,
-        shift_labels,
-        one,
-        **head.options,
-        ignore_index=ignore_index,
-        num_valid=num_valid,
-        chunk_tokens=chunk_tokens,
-    )
+    return loss.next_token_loss(hidden, head.weight, shift_labels, one, **head.options, **options)
 
 
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
@@ -91,8 +79,12 @@ def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
 
 def find_linear(model: Any) -> nn.Linear:
     """Return the module of a model's head."""
-    found: nn.Linear = _linear_of(_owner(_base(model)))[1]
-    return found
+    return cast("nn.Linear", _linear_of(_owner(base_of(model)))[1])
+
+
+def for_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Cast to the head's dtype, as mixed precision does, if the weight has fewer bits than the body's output."""
+    return hidden.to(weight.dtype) if weight.dtype.itemsize < hidden.dtype.itemsize else hidden
 
 
 def find_form(model: nn.Module) -> LogitForm:
@@ -106,7 +98,7 @@ def find_form(model: nn.Module) -> LogitForm:
         ValueError: no :class:`~burst_attention.loss.LogitForm` describes its logits. The message names the model's
             class and an example logit, or another reason.
     """
-    model = _base(model)
+    model = base_of(model)
     check_untouched(model)
     owner = _owner(model)
     name, head = _linear_of(owner)
@@ -118,7 +110,7 @@ def find_form(model: nn.Module) -> LogitForm:
     return form if scale == 1 else replace(form, factor=scale * form.factor)
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """Return the model inside of a PEFT model; other models themselves."""
     adapted = not isinstance(model, PreTrainedModel) and hasattr(type(model), "get_base_model")
     return model.get_base_model() if adapted else model
@@ -193,10 +185,7 @@ def _probe(vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tensor, float]:
-    """Return the model's logits [1, tokens, V] for a given product of its head, and the factor of the head's input.
-
-    A factor of the input is one of the product, if the head has no bias (MiniCPM3).
-    """
+    """Return the model's logits [1, tokens, V] for a given product of its head, and the factor of the head's input."""
     kind, tokens = type(model).__name__, product.shape[1]
     # These values are exact in every dtype that a model may cast to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
@@ -220,6 +209,7 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
         ) from error
     found = seen[-1] if seen and seen[-1].shape == hidden.shape else torch.full_like(hidden, torch.nan)
     scale = (found[0, 0, 0] / hidden[0, 0, 0]).item()
+    # A factor of the input is one of the product, if the head has no bias (MiniCPM3).
     if not torch.equal(found, hidden * scale) or (scale != 1 and head.bias is not None):
         raise ChangedError(
             f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; its loss can't be computed "

@@ -16,7 +16,8 @@ from burst_attention.recurrence import kernels
 from .classes import stock_class
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -30,13 +31,13 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": kernels.no_fused_kernel,
     "mamba_inner_fn": kernels.no_fused_kernel,
 }
-_CONVOLUTION = _names("causal_conv1d_fn")
+_CONVOLUTION = names("causal_conv1d_fn")
 _GATED_DELTA = _CONVOLUTION | {"torch_chunk_gated_delta_rule"}
 _KIMI_DELTA = _CONVOLUTION | {"chunk_kimi_delta_attention"}
 _MAMBA_2 = _CONVOLUTION | {"mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"}
 _SCAN = _CONVOLUTION | {"mamba_selective_scan"}
 _MAMBA_1 = _SCAN | {"mamba_inner_fn"}
-_DECAYS = _names("slope_rate query_decay key_decay diagonal_decay")  # attributes, not kernels
+_DECAYS = names("slope_rate query_decay key_decay diagonal_decay")  # attributes, not kernels
 # Mechanisms, as docs/models.md names them, which names of KERNELS and _DECAYS a forward uses, and the classes.
 _MECHANISMS = (
     ("Kimi delta", _KIMI_DELTA, "BailingHybridDeltaAttention KimiLinearDeltaAttention"),
@@ -51,9 +52,9 @@ _MECHANISMS = (
 )
 _MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
 # Kinds of layers in configurations that have one mixer each.
-LISTED = _names("linear_attention conv hybrid mamba mamba2")
+LISTED = names("linear_attention conv hybrid mamba mamba2")
 # Attentions that compute their scores themselves, by the folder of their modeling file (``own_attention``).
-SCORES = _names(
+SCORES = names(
     """
     big_bird.BigBirdSelfAttention codegen.CodeGenAttention falcon.FalconAttention gpt_neo.GPTNeoSelfAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention gptj.GPTJAttention megatron_bert.MegatronBertSelfAttention
@@ -62,7 +63,7 @@ SCORES = _names(
     """
 )
 # Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
-KEEP_POSITIONS = _names(  # MultiHeadAttention is CTRL's
+KEEP_POSITIONS = names(  # MultiHeadAttention is CTRL's
     """
     CohereCompassAttention GPTBigCodeAttention GraniteMoeHybridAttention Llama4TextAttention MoshiAttention
     ModernBertAttention MultiHeadAttention NemotronAttention PersimmonAttention WhisperAttention ZambaAttention
@@ -70,7 +71,7 @@ KEEP_POSITIONS = _names(  # MultiHeadAttention is CTRL's
 )
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
-_COUNTED = _names(
+_COUNTED = names(
     """
     BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
     BlenderbotSmallLearnedPositionalEmbedding MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding
@@ -119,7 +120,7 @@ OTHER_LAYER = "such a layer mixes tokens without the attention"
 # PEFT adapters that treat each token independently, by the class that defines the forward, which we read, without
 # "peft.tuners.". A class name alone is not enough: one of PEFT's thirty classes called ``Linear`` averages over all
 # tokens of its input. Unlisted adapters, future ones included, are refused.
-ADAPTERS = _names(
+ADAPTERS = names(
     """
     adalora.bnb.SVDLinear4bit adalora.bnb.SVDLinear8bitLt adalora.gptq.SVDQuantLinear adalora.layer.SVDLinear
     adamss.layer.Linear beft.layer.Linear boft.layer.Linear c3a.layer.C3ALinear deft.layer.DeftLinear
@@ -150,7 +151,7 @@ REFUSED_ADAPTERS = {
     "pvera.layer.Linear": "draws random values for its hidden states, different on each rank",
 }
 # LoRA variants: objects that compute instead of the layer.
-VARIANTS = _names(
+VARIANTS = names(
     """
     ArrowLinearVariant BdLoraLinearVariant DoraEmbeddingVariant DoraLinearVariant KasaLinearVariant
     MiCAEmbeddingVariant MiCALinearVariant QALoraLinearVariant

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.call import keep_attention
-from burst_attention.memory.offload import Offloading, Store, check_place, offloading
+from burst_attention.memory.offload import Offloading, check_place, offloading
 
 from . import head_chunks, known, token_chunks
 
@@ -68,12 +68,8 @@ class Memory:
                 "recompute='layer', or leave attention_chunks out"
             )
 
-    def apply(self, body: nn.Module, *, store: Store | None = None) -> None:
-        """Apply the options to the decoder layers of a transformers model, in place, before its weights are sharded.
-
-        Args:
-            body: the model without its head.
-            store: keeps the inputs in place of the store that ``offload`` names.
+    def apply(self, body: nn.Module) -> None:
+        """Apply the options to the layers of a model without its head, in place, before its weights are sharded.
 
         Raises:
             ValueError: a layer's parts are not among those that the options know, or ``offload`` can't be used.
@@ -81,10 +77,7 @@ class Memory:
         layers = _layers(body)
         if self != Memory() and not layers:
             raise ValueError(f"memory={self!r} needs decoder layers of transformers; {type(body).__name__} has none")
-        if store is not None:
-            copies: Offloading | None = Offloading(store)
-        else:
-            copies = None if self.offload is None else offloading(self.offload)
+        copies = None if self.offload is None else offloading(self.offload)
         context = keep_attention if self.recompute == "keep-attention" else noop_context_fn
         if self.mlp_chunks > 1:
             inside = [module for layer in layers for module in (*_feed_forward(layer), *_norms(layer))]

@@ -12,8 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -151,11 +150,7 @@ def embeds_positions(model: Any) -> bool:
 
 
 class Watch:
-    """Checks each model once, not in every layer, and remembers it by a weak reference.
-
-    Args:
-        names: the names under which our attention is registered; a model must use one of them.
-    """
+    """Checks each model once, not in every layer. It must use an attention of one of these names."""
 
     def __init__(self, names: Sequence[str] = (NAME,)) -> None:
         self._names = names
@@ -164,16 +159,12 @@ class Watch:
 
     @torch.compiler.disable
     def check(self, module: nn.Module, plan: Plan) -> None:
-        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model.
-
-        A layer has no reference to its model, so we look for the model in the call stack. If it is not there, as when
-        a checkpointed layer is recomputed, we check only the layer's configuration.
-        """
+        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model."""
         if plan.world == 1:
             return
         check_layers(getattr(module, "config", None))
         model = running_model()
-        if model is None:
+        if model is None:  # a checkpointed layer is recomputed: its configuration alone can be checked
             return
         known = self._right.get(model)
         if known is None or known[0] != model.training:
@@ -187,7 +178,7 @@ class Watch:
 
 @torch.compiler.disable
 def running_model() -> PreTrainedModel | None:
-    """Return the outermost transformers model on this thread's call stack, or None."""
+    """Return the outermost transformers model on this thread's call stack, or None: layers have no reference to it."""
     methods, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
@@ -229,6 +220,7 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
 
 
 def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
+    """Compare hidden states in evaluation, and in training mode if the model is in it."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {module: module.training for module in model.modules()}
@@ -254,7 +246,7 @@ def _measure(model: PreTrainedModel, run: Callable[..., _Run], reached: list[boo
     """
     bound, base = max(1e-4, torch.finfo(model.dtype).eps ** 0.5), [0, 1]
     plain, again, counted = run(base), run(base), run(base, counted=True)
-    alone = counted.by_document | plain.by_document
+    alone = dict(counted.quiet + plain.quiet)
     beside = {
         "other tokens": [counted, run([2, 1]), run([0, 3]), run([2, 1], counted=True)],
         "their place": [run([1, 0])],
@@ -273,39 +265,23 @@ def _measure(model: PreTrainedModel, run: Callable[..., _Run], reached: list[boo
             f"some part draws random values, different on each rank; set its rate to 0, or {ALONE}"
         )
     for what, runs in beside.items():
-        for found in runs:
-            apart = max(_apart(states, alone[key]) for key, states in found.quiet if key in alone)
-            if not apart <= most:
-                raise ValueError(
-                    f"hidden states of {type(model).__name__} depend on {what} outside of the attention {NAME!r} (by "
-                    f"{apart:.0e}), and each rank would see only its shard; {ALONE}"
-                )
+        apart = [_apart(states, alone[key]) for found in runs for key, states in found.quiet if key in alone]
+        if wrong := [each for each in apart if not each <= most]:  # so written, a NaN counts as wrong
+            raise ValueError(
+                f"hidden states of {type(model).__name__} depend on {what} outside of the attention {NAME!r} (by "
+                f"{max(wrong):.0e}), and each rank would see only its shard; {ALONE}"
+            )
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
     return (x - y).abs().max().item()
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The hidden states [1, 7 n, E] of n documents, of which one may have been loud."""
+class _Run(NamedTuple):
+    """The hidden states [1, 7 n, E] of n documents, and ((document, its position), states) of those not loud."""
 
-    documents: list[int]
-    counted: bool
-    loud: int | None
     states: torch.Tensor
-
-    @property
-    def quiet(self) -> list[tuple[tuple[int, int], torch.Tensor]]:
-        """((document, its first position), hidden states) of all documents but the loud one."""
-        keys = [(document, DOCUMENT * n * self.counted) for n, document in enumerate(self.documents)]
-        every = enumerate(zip(keys, self.states.split(DOCUMENT, 1), strict=True))
-        return [each for n, each in every if n != self.loud]
-
-    @property
-    def by_document(self) -> dict[tuple[int, int], torch.Tensor]:
-        """:attr:`quiet` as a dict."""
-        return dict(self.quiet)
+    quiet: list[tuple[tuple[int, int], torch.Tensor]]
 
 
 def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
@@ -331,16 +307,12 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         positions = positions[None].to(model.device)
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
+        given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
         with torch.no_grad(), converted.running(model, plans), _loudly(model, ids.shape[1], loud):
-            out = stub_forward.run_body(
-                stub_forward.body_of(model),
-                input_ids=ids,
-                position_ids=positions,
-                plan=plans,
-                attend=attend,
-                use_cache=False,
-            )
-        return _Run(documents, counted, loud, out[0])
+            states = stub_forward.run_body(stub_forward.body_of(model), **given)[0]
+        keys = [(document, DOCUMENT * n * counted) for n, document in enumerate(documents)]
+        each = enumerate(zip(keys, states.split(DOCUMENT, 1), strict=True))
+        return _Run(states, [pair for n, pair in each if n != loud])
 
     return run
 
@@ -350,9 +322,9 @@ def _loudly(model: nn.Module, length: int, loud: int | None) -> Iterator[None]:
     """Multiply one document's rows by ten in the input of every layer without layers inside."""
 
     def louder(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        if loud is None or not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return x
-        if loud is None or x.shape[:-1] not in ((1, length), (length,)):
+        if x.shape[:-1] not in ((1, length), (length,)):
             return x
         factor = x.new_ones(length, 1)
         factor[DOCUMENT * loud : DOCUMENT * (loud + 1)] = 10

@@ -85,13 +85,11 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        """Return ``x`` unchanged and save ``factor``."""
         ctx.factor = factor
         return x.clone()  # trainers scale a loss in place, which autograd forbids for a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Multiply the gradient by the saved factor."""
         return grad * ctx.factor, None
 
 
@@ -99,7 +97,7 @@ class Scaled(torch.autograd.Function):
 def answer(model: Any, body: Any, call: Call) -> Any:
     """Return the model's output, computed from the body's output for this rank's shard."""
     if model._burst.form is None:
-        return _around(model, lambda: body, call)
+        return around(model, lambda: body, call)
     state = model._burst
     out = _results(model, body[0], call)
     if call.keep:
@@ -114,12 +112,6 @@ def answer(model: Any, body: Any, call: Call) -> Any:
     return out if wanted else out.to_tuple()
 
 
-@torch.compiler.disable
-def answer_by_own(model: Any, body: Callable[[], Any], call: Call) -> Any:
-    """Run the model's own forward and loss on the whole batch's hidden states, and return their output."""
-    return _around(model, body, call)
-
-
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     """Return the loss; with ``fused_lm_head`` also the fields per token."""
     given, rows, plan = call.given, call.rows, call.plan
@@ -128,7 +120,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     state = model._burst
     head = _head_of(model)
     items, labels = call.items, call.shard["shift_labels"]
-    hidden = _for_head(hidden, head.weight)
+    hidden = heads.for_head(hidden, head.weight)
     if not given.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
         return ParallelOutput(loss=state.share(loss))
@@ -158,17 +150,16 @@ class _WholeOutput(MoeModelOutputWithPast):
     cross_attentions: Any = None
 
 
-def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
-    """Run the model's own forward on each rank, on the whole hidden states of the parallel body.
-
-    Each rank then has whole gradients of the other parts (the head, for example), but only its shard's share of the
-    body's gradients. ``Scaled`` multiplies that share by the number of ranks, so that a mean over the ranks is right.
-    """
+@torch.compiler.disable
+def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
+    """Run the model's own forward on each rank, on the whole hidden states of the parallel body."""
+    # Each rank then has whole gradients of other parts (the head, say), but its shard's share of the body's. ``Scaled``
+    # multiplies that share by the number of ranks, so that a mean over the ranks is right.
     world, whole, head = float(call.plan.world), _WholeOutput(), model.get_output_embeddings()
 
     def results() -> Any:
         made = body()
-        hidden = made[0] if head is None else _for_head(made[0], head.weight)
+        hidden = made[0] if head is None else heads.for_head(made[0], head.weight)
         whole.last_hidden_state = Scaled.apply(_gathered(hidden, call), world)
         if call.states is not False:
             whole.hidden_states = _whole_states(model, made, call, lambda x: Scaled.apply(x, world))
@@ -220,17 +211,13 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     with torch.no_grad():
         whole = _gathered(hidden.detach(), call)[:, -call.keep :]
         head = _head_of(model)
-        return head.local().logits(_for_head(whole, head.weight))
+        return head.local().logits(heads.for_head(whole, head.weight))
 
 
 def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
-    """Return the logits [B, S, V] of all tokens, whose gradient reaches the head and the body.
-
-    As in :func:`_around`, each rank's backward gives the head's whole gradient, but its shard's share of the body's.
-    """
-    world = float(call.plan.world)
-    head = _head_of(model)
-    hidden = Scaled.apply(_for_head(hidden, head.weight), world)
+    """Return the logits [B, S, V] of all tokens; their gradient reaches head and body, as in :func:`around`."""
+    world, head = float(call.plan.world), _head_of(model)
+    hidden = Scaled.apply(heads.for_head(hidden, head.weight), world)
     logits = head.local().differentiable_logits(_gathered(hidden, call))
     return logits if model._burst.gradients == "mean" else Scaled.apply(logits, 1 / world)
 
@@ -241,25 +228,17 @@ def _whole_states(
     """Return the hidden states [B, S, E] that the caller wants; None for those that it left out."""
     states, shape = getattr(body, "hidden_states", None), [len(call.rows.input_ids), call.plan.length]
     with call.plan.agreement.entering("the model"):
-        if states is None:
-            raise ValueError(f"output_hidden_states is refused: {type(model).__name__} returns none; leave it out")
-        for each in states:
-            if each is not None and (each.dim() != 3 or [*each.shape[:2]] != shape):
-                raise ValueError(
-                    f"output_hidden_states is refused: a layer of {type(model).__name__} returns {[*each.shape]}, not "
-                    "[batch, sequence, hidden]; leave it out"
-                )
+        odd = [x.shape for x in states or () if x is not None and (x.dim() != 3 or [*x.shape[:2]] != shape)]
+        if states is None or odd:
+            found = f"{[*odd[0]]} from a layer, not [batch, sequence, hidden]" if odd else "none"
+            kind = type(model).__name__
+            raise ValueError(f"output_hidden_states is refused: {kind} returns {found}; leave it out")
     return tuple(None if each is None else _gathered(scaled(each), call) for each in states)
 
 
 def _gathered(shard: Tensor, call: Call) -> Tensor:
     """Return values of all tokens [B, S, ...] in the order of the batch, from this rank's [R, T_local, ...]."""
     return call.rows.restore(call.plan.unshard(shard, 1))
-
-
-def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Cast to the head's dtype, as mixed precision does, if the weight has fewer bits than the body's output."""
-    return hidden.to(weight.dtype) if weight.dtype.itemsize < hidden.dtype.itemsize else hidden
 
 
 def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:

@@ -21,19 +21,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import (
-    SAME_BATCH,
-    PlanCache,
-    Plans,
-    batch_fields,
-    digest_text,
-    shard_tokens,
-    weight_samples,
-)
+from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_text, shard_tokens
 from burst_attention.attention.hardware import Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
@@ -48,7 +38,7 @@ from .batch import IGNORED, BatchRows, rows_of
 from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
-from .outputs import Call, Scaled, answer, answer_by_own
+from .outputs import Call, Scaled, answer, around
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,25 +47,15 @@ Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
 _PART = "a sample of this rank's parts of the weights"
 _GRAD = "gradients are wanted"
+_ASKED = ("fused_lm_head", "logits_to_keep", "logits", "output_hidden_states", "output_router_logits")
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
     "weights"
 )
 _REMEDIES = {
-    _WEIGHTS: _SAME_WEIGHTS,
-    _PART: _SAME_WEIGHTS,
+    **dict.fromkeys((_WEIGHTS, _PART), _SAME_WEIGHTS),
     _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
-    **dict.fromkeys(
-        (
-            "num_items_in_batch",
-            "fused_lm_head",
-            "logits_to_keep",
-            "logits",
-            "output_hidden_states",
-            "output_router_logits",
-        ),
-        "Pass the same on every rank of the group",
-    ),
+    **dict.fromkeys(("num_items_in_batch", *_ASKED), "Pass the same on every rank of the group"),
 }
 
 
@@ -125,10 +105,10 @@ def parallelize(
     Raises:
         TypeError, ValueError: the model can't run on shards, or an argument is wrong; on every rank.
     """
-    adapted = hasattr(type(model), "get_base_model")  # a wrapper such as FSDP1 forwards its model's attributes
-    base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
-    chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
+    base: Any = heads.base_of(model)
+    memory = Memory() if memory is None else memory
     cut = tensor_axis.cut_of(base)
+    chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
     call = call_shape(base, chunks, 1 if cut is None else cut.heads)
     # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
     hardware = None if cut is None else Hardware(rates="preset")
@@ -140,62 +120,44 @@ def parallelize(
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
         form = _check_model(base, plan)
-        if adapted and getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
+        if getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
             raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
-        memory = Memory() if memory is None else memory
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
+    inner = {
+        "strategy": repr(strategy),
+        "ranks of the group": plan.world,
+        "rank in the group": plan.rank,
+        "nodes of the group": list(plan.planner.nodes or ()),
+    }
+    body = vision.text_of(base)
     try:
         with meeting.entering("parallelize"):
-            memory.apply(vision.text_of(base))
-        meeting.agree(
-            "parallelize",
-            {"gradients": gradients, "temperature": temperature, "memory": repr(memory)},
-            inner={
-                "strategy": repr(strategy),
-                "ranks of the group": plan.world,
-                "rank in the group": plan.rank,
-                "nodes of the group": list(plan.planner.nodes or ()),
-            },
-        )
+            memory.apply(body)
+        same = {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
+        meeting.agree("parallelize", same, inner=inner)
     except Exception:
-        unsave(vision.text_of(base))
+        unsave(body)
         raise
     register()
-    _convert(base, plan, meeting, form, gradients, temperature, memory)
-    return model
-
-
-def _convert(
-    base: Any,
-    plan: Plan,
-    meeting: Meeting,
-    form: LogitForm | None,
-    gradients: Gradients,
-    temperature: float,
-    memory: Memory,
-) -> None:
-    """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
-    own = vision.text_of(base).config._attn_implementation
+    own, causal = body.config._attn_implementation, _is_causal(base)
     _switch(base, parts.NAME)
-    causal = _is_causal(base)
-    windows = models.layer_windows(base.config.get_text_config(decoder=True), causal=causal)
-    plans = PlanCache(plan, windows, causal=causal)
     base._burst = _Context(
-        plans,
+        PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True), causal=causal), causal=causal),
         meeting,
         form,
         gradients,
         temperature,
         memory,
         alone="sdpa" if own == parts.NAME else own,
-        layers=parts.attention_configs(vision.text_of(base)),
+        layers=parts.attention_configs(body),
         absolute=models.places_absolutely(base),
     )
-    converted.convert(vision.text_of(base))
+    converted.convert(body)
     vision.convert(base)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
+    return model
 
 
 def unparallelize(model: Model) -> Model:
@@ -210,12 +172,11 @@ def unparallelize(model: Model) -> Model:
     Raises:
         ValueError: ``model`` is not parallelized.
     """
-    wrapped = not isinstance(model, _Parallel) and hasattr(type(model), "get_base_model")
-    base: Any = model.get_base_model() if wrapped else model  # type: ignore[operator]
+    base: Any = heads.base_of(model)
     if not isinstance(base, _Parallel):
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
-    alone = base._burst.alone
     spread: Any = base
+    alone = spread._burst.alone
     vision.restore(spread)
     converted.restore(vision.text_of(spread))
     unsave(vision.text_of(spread))
@@ -236,32 +197,26 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
         raise ValueError(
             f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
         )
-    _check_own_forward(base)
-    tensor_axis.check_cut(base)
-    if plan.world > 1:
-        converted.check_layout(base, plan.layout)
-        models.check_layers(base.config.get_text_config(decoder=True))
-        check_rope(base.config.get_text_config(decoder=True))
-        parts.check_structure(vision.text_of(base))
-    _is_causal(base)  # raises if layers differ
-    form = _form_of(base)
-    if plan.world > 1:
-        parts.check_hooks(base, root=False)
-        parts.check_random(base, vision.text_of(base), dropout=False)
-    return form
-
-
-def _check_own_forward(model: Any) -> None:
-    """Refuse a forward set on the model, unless it computes the same results as ours.
-
-    TRL's fused head does. So does the class's own forward, which accelerate sets when it removes its autocast.
-    """
-    own = vars(model).get("forward")
-    if own is not None and not (stub_forward.is_of_class(model, own) or stub_forward.is_fused_by_trl(model, own)):
+    own = vars(base).get("forward")
+    # TRL's fused head computes what ours does; accelerate sets the class's own forward when it removes its autocast.
+    if own is not None and not (stub_forward.is_of_class(base, own) or stub_forward.is_fused_by_trl(base, own)):
         raise ValueError(
             f"model has the forward {getattr(own, '__qualname__', own)} in place of its class's forward, and it would "
             "be lost; parallelize the model before you replace its forward"
         )
+    tensor_axis.check_cut(base)
+    text, body = base.config.get_text_config(decoder=True), vision.text_of(base)
+    if plan.world > 1:
+        converted.check_layout(base, plan.layout)
+        models.check_layers(text)
+        check_rope(text)
+        parts.check_structure(body)
+    _is_causal(base)  # raises if layers differ
+    form = _form_of(base)
+    if plan.world > 1:
+        parts.check_hooks(base, root=False)
+        parts.check_random(base, body, dropout=False)
+    return form
 
 
 def _is_causal(model: Any) -> bool:
@@ -270,9 +225,9 @@ def _is_causal(model: Any) -> bool:
 
 
 def _form_of(model: Any) -> LogitForm | None:
-    """Return the form of the model's logits; None for a model whose head gets the hidden states of whole sequences.
+    """Return the form of the logits; None for classifiers, encoders and heads of several layers.
 
-    Such are classifiers (reward models, for example), encoders, and heads of several layers.
+    Their heads get the hidden states of whole sequences.
     """
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
@@ -349,10 +304,7 @@ class _Context:
             )
 
     def share(self, whole: Any) -> Any:
-        """Return the same value, with its gradient scaled for ``gradients``.
-
-        Unscaled, each rank's backward gives its share of a sum over ranks.
-        """
+        """Return the same value, its gradient scaled for ``gradients``: unscaled, it is a rank's share of a sum."""
         if whole is None or self.gradients == "sum":
             return whole
         return Scaled.apply(whole, float(self.plans.base.world))
@@ -366,11 +318,10 @@ class _Parallel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, DealtCache):
-            with cached.generating(self, args, kwargs, cache):
-                return super().generate(*args, **kwargs)  # type: ignore[misc]
-        cached.agree_on_generate(self, args, kwargs)
-        with _alone(self):
+        dealt = isinstance(cache, DealtCache)
+        if not dealt:
+            cached.agree_on_generate(self, args, kwargs)
+        with cached.generating(self, args, kwargs, cache) if dealt else _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -389,18 +340,14 @@ class _Parallel:
             "model.state_dict(), call model.save_pretrained(folder), or pickle hf.unparallelize(model)"
         )
 
-    def __copy__(self) -> Any:
-        return self._copied(self.__dict__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = new = self._copied({})
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    def __copy__(self) -> Any:  # the default would use __reduce_ex__
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         return new
 
-    def _copied(self, members: dict[str, Any]) -> Any:
-        """Return a new model of this class. The default copy would use ``__reduce_ex__``, which raises."""
-        new = object.__new__(type(self))
-        new.__dict__.update(members)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
 
@@ -412,15 +359,16 @@ def _parallel_class(kind: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._burst.generating:
             return kind.forward(self, *args, **kwargs)
-        return _forward(self, args, kwargs)
+        if isinstance(kwargs.get("past_key_values"), DealtCache):
+            return cached.forward(self, args, kwargs)
+        call = _agreed(self, args, kwargs)
+        if call.own:
+            return around(self, lambda: _body(self, call), call)
+        return answer(self, _body(self, call), call)
 
-    members = {
-        "forward": forward,
-        "stock_class": kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    return type(kind.__name__, (_Parallel, kind), members)
+    members = {"forward": forward, "stock_class": kind}
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__")}
+    return type(kind.__name__, (_Parallel, kind), members | named)
 
 
 @contextmanager
@@ -444,30 +392,19 @@ def _switch(model: Any, implementation: str) -> None:
         config._attn_implementation = implementation
 
 
-def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the forward of a parallelized model."""
-    if isinstance(kwargs.get("past_key_values"), DealtCache):
-        return cached.forward(model, args, kwargs, functools.partial(_samples, model))
-    call = _agreed(model, args, kwargs)
-    if call.own:
-        return answer_by_own(model, lambda: _body(model, call), call)
-    return answer(model, _body(model, call), call)
-
-
 def _body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
-    ids, positions = call.shard["input_ids"], call.shard["position_ids"]
+    positions = call.shard["position_ids"]
     if vision.language_model_of(model) is not None:
         return vision.run(model, call)
     plans = Plans(call.plans, positions=positions)
     asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
     if call.states is not False:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
-    asked |= {name: call.shard[name] for name in arguments.TOKENS if name in call.shard}
-    embeds = call.shard.get("inputs_embeds")
-    asked |= {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
-    with converted.running(vision.text_of(model), plans):
-        body = vision.text_of(model)
+    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
+    asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
+    body = vision.text_of(model)
+    with converted.running(body, plans):
         return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
@@ -528,19 +465,17 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         states = arguments.wanted_states(model, given)
         whole = given.pop("logits", None) == "gather"
         call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
-        fields = _fields(model, call)
-        outer, inner = _fields_of_axes(model, call)
+        fields, outer, inner = _fields(model, call)
     state.meeting.agree("the model", fields, outer=outer, inner=inner, remedy=SAME_BATCH, remedies=_REMEDIES)
     state.compared = True
     call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
     return call
 
 
-def _fields(model: Any, call: Call) -> dict[str, Any]:
-    """Return the values that must be equal on all ranks."""
-    given, rows = call.given, call.rows
+def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what all ranks compare, those that share a sequence alone, and those of a tensor-parallel axis alone."""
+    given, rows, state, cut = call.given, call.rows, model._burst, tensor_axis.cut_of(model)
     labels = given.get("labels") if rows.targets is None else rows.targets
-    state = model._burst
     tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
     fields = {
         **({} if state.meeting.alone else batch_fields(call.plan, **tensors)),
@@ -554,26 +489,12 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         _GRAD: torch.is_grad_enabled(),
         "a forward or a loss of the model's own": call.own,
     }
-    if state.meeting.inner is not None and state.right is not None:  # the axis sums gradients of a weight, or does not
+    outer, inner = {}, {}
+    if cut is not None:  # the axis sums gradients of a weight, or does not
         fields["which parameters need a gradient"] = state.right.trained()
+        inner["the plan"] = call.plan.schedule.description
     if not (state.meeting.alone or state.compared):
-        fields[_WEIGHTS] = digest_text(_samples(model))
-    return fields
-
-
-def _fields_of_axes(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what only the ranks that share a sequence compare, and only those of a tensor-parallel axis."""
-    state, cut = model._burst, tensor_axis.cut_of(model)
-    if cut is None:
-        return {}, {}
-    compares = call.plan.world > 1 and not state.compared
-    outer = {_PART: digest_text(_samples(model, of=cut.mesh))} if compares else {}
-    return outer, {"the plan": call.plan.schedule.description}
-
-
-def _samples(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
-    """Return digests of whole parameters and buffers by name; ``of``: of this rank's parts of those cut over a mesh."""
-    every = [*model.named_parameters(), *model.named_buffers()]
-    if of is not None:
-        every = [(name, x.to_local()) for name, x in every if isinstance(x, DTensor) and x.device_mesh == of]
-    return weight_samples(every)
+        fields[_WEIGHTS] = digest_text(cached.weights_of(model))
+        if cut is not None and call.plan.world > 1:
+            outer[_PART] = digest_text(cached.weights_of(model, of=cut.mesh))
+    return fields, outer, inner

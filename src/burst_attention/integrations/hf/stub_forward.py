@@ -75,7 +75,7 @@ def is_stock(model: Any) -> bool:
 
 
 def _stock_forward(model: Any) -> CodeType | None:
-    # The class's name is not enough: a subclass, a decorator or an assignment to the class may replace its forward.
+    # The class's name is not enough: a subclass, a decorator or an assignment may replace its forward.
     kind = stock_class(model)
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
     return _stock_code(vars(owner)["forward"], f"{owner.__qualname__}.forward")
@@ -116,14 +116,7 @@ def is_fused_by_trl(model: Any, forward: Any) -> bool:
 
 
 def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a second object of the model's class, with some modules replaced by other callables.
-
-    The model itself stays unchanged. Hooks of the replaced modules don't run.
-
-    Args:
-        model: the model, parallelized or not.
-        stand_ins: the replacements, by module name.
-    """
+    """Return a second object of the model's class, with some modules replaced by other callables, by name."""
     kind = stock_class(model)
     twin = object.__new__(kind)
     twin.__dict__.update(model.__dict__)
@@ -134,13 +127,7 @@ def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
 
 
 def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
-    """Compute the auxiliary loss of a mixture of experts.
-
-    Args:
-        model: a causal language model.
-        router_logits: one tensor per layer, [tokens, experts], of the whole batch.
-        attention_mask: [B, S], zeros for padding; or None.
-    """
+    """Compute the auxiliary loss of a mixture of experts from each layer's logits [tokens, experts]."""
     head = next(name for name, child in model.named_children() if child is model.get_output_embeddings())
     body = MoeModelOutputWithPast(last_hidden_state=router_logits[0].new_zeros(1, 1, 1), router_logits=router_logits)
     twin = twin_of(model, {body_name(model): lambda **_: body, head: lambda hidden: hidden})
@@ -148,13 +135,9 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
 
 
 class Around:
-    """Runs a model's own forward around its parallel body. The forward must call the body once, on the given batch.
+    """Runs a parallelized model's own forward around its body, which it must call once, on the given batch.
 
-    Args:
-        model: a parallelized model.
-        given: the arguments of the call, by name.
-        batch: names of the arguments that the forward must pass to the body.
-        router: whether the body returns its router's logits.
+    ``batch``: names of the arguments that the body must get. ``router``: whether it returns its router's logits.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
@@ -171,25 +154,24 @@ class Around:
             entering: returns the context in which the forward's call of the body is checked.
             keep: whether attributes that the forward sets stay on the model.
         """
-        prefix, state = body_name(self._model), [_random_state(self._model)]
-        called: list[bool] = []
+        prefix, states = body_name(self._model), [random_states(self._model)]
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             with entering():
-                self._check(args, kwargs, again=bool(called))
-                self._check_random(state[-1])
-            called.append(True)
+                self._check(args, kwargs, again=len(states) > 1)
+                self._check_random(states[-1])
             results = body()
-            state.append(_random_state(self._model))
+            states.append(random_states(self._model))
             return results
 
         twin = twin_of(self._model, {prefix: StandIn(self._model._modules[prefix], stand_in)})
         out = twin.forward(**self._given)
-        self._check_random(state[-1])
-        if not called:
+        self._check_random(states[-1])
+        if len(states) < 2:
             raise ValueError(f"{self._kind}.forward never calls its {prefix}; run the model without hf.parallelize")
-        if keep:
-            self._keep_what_was_set(twin, prefix)
+        own, replaced = vars(self._model), ("_modules", "forward", prefix)
+        set_by_it = {name: value for name, value in vars(twin).items() if name not in replaced}
+        own.update(set_by_it if keep else {})
         return out
 
     def _check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, again: bool) -> None:
@@ -204,7 +186,10 @@ class Around:
         asked = dict(zip(names, args, strict=False)) | dict(kwargs)
         wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
         unread = {"position_ids"} - set(names)  # a body without positions; the plan has the documents
-        wrong += [name for name in self._batch.keys() - unread if asked.get(name) is None and self._matters(name)]
+        matter = self._batch.keys() - unread
+        if "attention_mask" in matter and bool(self._batch["attention_mask"].all()):
+            matter -= {"attention_mask"}
+        wrong += [name for name in matter if asked.get(name) is None]
         if wrong:
             raise ValueError(
                 f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which is not "
@@ -220,23 +205,13 @@ class Around:
             return bool(value) == self._router
         return value is False or value is self._given.get(name)
 
-    def _matters(self, name: str) -> bool:
-        return name != "attention_mask" or not bool(self._batch[name].all())
-
     def _check_random(self, before: list[Tensor]) -> None:
         """Refuse random values, which differ between ranks or repeat on all of them."""
-        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(self._model), strict=True)):
+        if any(not torch.equal(a, b) for a, b in zip(before, random_states(self._model), strict=True)):
             raise ValueError(
                 f"{self._kind}.forward, or its loss function, draws random values, which differ between ranks; "
                 "remove them (set dropout to 0), or run the model without hf.parallelize"
             )
-
-    def _keep_what_was_set(self, twin: Any, prefix: str) -> None:
-        """Copy the attributes that the forward set on the twin to the model."""
-        own = vars(self._model)
-        for name, value in vars(twin).items():
-            if name not in ("_modules", "forward", prefix) and own.get(name) is not value:
-                own[name] = value
 
 
 class StandIn:
@@ -255,7 +230,7 @@ class StandIn:
 
 
 class Output(tuple):
-    """A body's output with one element: ``[0]``, ``last_hidden_state`` and ``logits``. Other attributes are None."""
+    """A body's output: ``[0]``, ``last_hidden_state`` and ``logits`` are one tensor, other attributes None."""
 
     last_hidden_state: Tensor
     logits: Tensor
@@ -270,7 +245,7 @@ class Output(tuple):
             raise AttributeError(name)
 
 
-def _random_state(model: Any) -> list[Tensor]:
+def random_states(model: Any) -> list[Tensor]:
     """Return the states of torch's default random generators on the CPU and the model's device."""
     states, device = [torch.get_rng_state()], model.device
     if device.type not in ("cpu", "meta"):

@@ -24,10 +24,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def in_token_chunks(module: nn.Module, chunks: int) -> None:
-    """Make a token-wise module process [B, S, E] in ``chunks`` chunks of S, or [T, E] in chunks of T.
-
-    Changes its class in place.
-    """
+    """Make a token-wise module process [B, S, E] in ``chunks`` chunks of S, or [T, E] in chunks of T, in place."""
     become(module, _InTokenChunks)
     module.token_chunks = chunks  # type: ignore[assignment]
 
@@ -74,18 +71,16 @@ class _ModuleCall:
         self._autocast = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in _DEVICES]
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs of all chunks."""
         joined = _Joined(inputs[0], self.dim)
         for chunk in self.chunks(inputs):
             joined.add(self.run(chunk))
         return joined.whole()
 
-    def run(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs of one chunk."""
+    def run(self, chunk: Sequence[Tensor]) -> Tensor:
         with ExitStack() as modes:
             for device, dtype, enabled in self._autocast:
                 modes.enter_context(torch.autocast(device, dtype, enabled=enabled))
-            return self._run(*inputs)
+            return self._run(*chunk)
 
     def chunks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the chunks of tensors that have the same tokens."""
@@ -127,11 +122,7 @@ class _RunInChunks(torch.autograd.Function):
 
 def _chunks(x: Tensor, count: int, dim: int) -> list[Tensor]:
     """Split a dim into chunks; a DTensor's local shards are split, so that no data moves."""
-    if not isinstance(x, DTensor):
-        return list(x.chunk(count, dim))
-    mesh, placements = x.device_mesh, x.placements
-    parts = x.to_local().chunk(count, dim)
-    return [DTensor.from_local(part, mesh, placements, run_check=False) for part in parts]
+    return [_global(part, x) for part in _local(x).chunk(count, dim)]
 
 
 class _Joined:
@@ -153,9 +144,12 @@ class _Joined:
 
     def whole(self) -> Any:
         """Return the joined tensor; None without any chunk."""
-        if self._whole is None or not isinstance(self._first, DTensor):
-            return self._whole
-        return DTensor.from_local(self._whole, self._first.device_mesh, self._first.placements, run_check=False)
+        return None if self._whole is None else _global(self._whole, self._first)
+
+
+def _global(x: Tensor, like: Tensor | None) -> Tensor:
+    """Return local values as a DTensor, if ``like`` is one."""
+    return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False) if isinstance(like, DTensor) else x
 
 
 def _local(x: Tensor) -> Tensor:
