@@ -57,6 +57,14 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the small training runs' corpus; a test that changes it puts it back."""
+    from tests.support.training import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture(autouse=True)
 def _own_figures(request: pytest.FixtureRequest) -> None:
     """Give each test a folder of measured figures: whichever test ran before, none are known."""

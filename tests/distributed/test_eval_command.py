@@ -28,14 +28,9 @@ from burst_train.step.evaluate import _Evaluator, evaluate
 from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.loop import train
 from tests.support.hf_models import SMALL
-from tests.support.training import config_of, write_corpus
+from tests.support.training import config_of, summary_of
 
 SEQ_LEN, SEQUENCES = 96, 3
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +124,22 @@ def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
 
 @pytest.mark.long
 def test_a_strategy_that_cannot_share_reports_why_and_the_others_run(pools, asked):
-    results = {result.strategy: result for result in pools(4).run(evaluate, asked)[0]}
-    for name in ("tensor", "tensor-sequence"):
+    names = ("single", "burst", "ring", "tensor", "tensor-sequence")
+    results = {result.strategy: result for result in pools(4).run(evaluate, replace(asked, strategies=names))[0]}
+    for name in names[3:]:
         assert f"--strategy {name}" in results[name].refused
         assert "2 key-value heads" in results[name].refused
         assert results[name].loss is None
         assert results[name].perplexity is None
     # Fewer sequences than ranks: one rank of ``single`` has no sequence.
     alone = pools(1).run(evaluate, replace(asked, strategies=("single",)))[0][0]
-    for name in ("burst", "ring", "single"):
+    for name in names[:3]:
         assert results[name].refused is None
         assert results[name].loss == pytest.approx(alone.loss, abs=1e-5)
 
 
 def test_a_share_of_the_documents_is_the_one_that_training_held_out(pools, run, corpus):
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     trained = config_of(corpus, run)
     config = EvalConfig(
         model=str(run / "model"),

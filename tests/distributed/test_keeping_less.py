@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from burst_attention.launch.join import join
 from burst_attention.loss.head import default_chunk
 from burst_train.parallel import FOREIGN
 from burst_train.step.loop import Trainer, train
-from tests.support.training import config_of, losses, norms, write_corpus
+from tests.support.training import config_of, losses, norms, records
 
 STEPS = 4
 SMALL = {"seq_len": 96, "steps": STEPS, "held_out": 0.0}
@@ -27,11 +26,6 @@ FLAGS = {
     "heads": {"attention_chunks": 2},
     "layer, heads": {"remat": "layer", "attention_chunks": 2, "mlp_chunks": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +61,8 @@ def test_no_flag_changes_the_loss(pools, corpus, tmp_path, expected, flags, stra
     pools(world).run(train, config_of(corpus, tmp_path, strategy=strategy, **SMALL, **FLAGS[flags]))
     assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
     assert norms(tmp_path) == pytest.approx(expected[1], rel=1e-4)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     if strategy not in FOREIGN:
-        assert all(record["bytes_sent"] == record["bytes_predicted"] for record in records)
+        assert all(record["bytes_sent"] == record["bytes_predicted"] for record in records(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from burst_train.parallel import STRATEGIES, Heads, choose
 from burst_train.parallel.whole import whole_attention
 from burst_train.step.loop import train
 from burst_train.step.model import build_model
-from tests.support.training import config_of, losses, norms, write_corpus
+from tests.support.training import config_of, losses, norms
 
-STEPS = 20
+STEPS = 8
 EVERY = [
     ("burst", 2, {}),
     *(
@@ -40,11 +40,6 @@ EVERY = [
         )
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +68,8 @@ def test_every_strategy_trains_as_a_single_rank(pools, corpus, tmp_path, expecte
     assert norms(tmp_path) == pytest.approx(right_norms, rel=1e-3)
 
 
-SIZES = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "initializer_range": 0.1,
-}
+SIZES = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "initializer_range": 0.1}
 MODELS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "grouped and tied": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),

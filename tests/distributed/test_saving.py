@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -10,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,14 +27,15 @@ from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
 from tests.support.checkpoints import state_at
-from tests.support.training import config_of, losses, weights, write_corpus
+from tests.support.training import config_of, losses, metrics, weights
 
 LONG = 60.0  # seconds that a test waits for what comes at once
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+def train_noting(config):
+    reporter = Reporter()
+    train(config, [reporter])
+    return reporter.notes
 
 
 def names(out):
@@ -109,14 +110,11 @@ def train_while_writing(config):
             seen.append(names(config.run.out))
             written.set()
 
-    CheckpointWriter.write = late
-    try:
-        if os.environ.get("RANK") != "0":
-            written.set()
-        reporter = Reporter(at)
+    if os.environ.get("RANK") != "0":
+        written.set()
+    reporter = Reporter(at)
+    with patch.object(CheckpointWriter, "write", late):
         train(config, [reporter])
-    finally:
-        CheckpointWriter.write = write
     return seen, reporter.notes
 
 
@@ -139,11 +137,8 @@ def train_slowly(config):
             assert reported.wait(LONG)
         write(draft)
 
-    CheckpointWriter.write = late
-    try:
+    with patch.object(CheckpointWriter, "write", late):
         train(config, [reporter])
-    finally:
-        CheckpointWriter.write = write
     return reporter.notes
 
 
@@ -161,7 +156,7 @@ def train_with_other_bytes(config):
 
     def damaging(draft, path):
         written = put(draft, path)
-        if draft.step == 2:
+        if draft.step == 2 and os.environ.get("RANK") == "1":
             with path.open("r+b") as file:
                 file.seek(-1, os.SEEK_END)
                 last = file.read(1)
@@ -169,14 +164,8 @@ def train_with_other_bytes(config):
                 file.write(bytes([last[0] ^ 1]))
         return written
 
-    if os.environ.get("RANK") == "1":
-        CheckpointWriter._put = damaging
-    try:
-        reporter = Reporter()
-        train(config, [reporter])
-    finally:
-        CheckpointWriter._put = put
-    return reporter.notes, names(config.run.out)
+    with patch.object(CheckpointWriter, "_put", damaging):
+        return train_noting(config), names(config.run.out)
 
 
 def test_a_checkpoint_that_reads_back_differently_is_reported(pools, corpus, tmp_path):
@@ -189,25 +178,18 @@ def test_a_checkpoint_that_reads_back_differently_is_reported(pools, corpus, tmp
 
 def train_scripted(config, held_out):
     """The held-out losses are given, by step."""
-    evaluate = Trainer.evaluate
-    Trainer.evaluate = lambda self: (held_out[self.step], 10)
-    try:
-        return train(config, [])
-    finally:
-        Trainer.evaluate = evaluate
+    with patch.object(Trainer, "evaluate", lambda self: (held_out[self.step], 10)):
+        return train(config)
 
 
 def end_at(config, step, held_out):
     """Ask for an end after a step, in a run whose held-out losses are given."""
     reporter = Reporter(lambda record: os.kill(os.getpid(), 15) if record.step == step else None)
-    evaluate = Trainer.evaluate
-    Trainer.evaluate = lambda self: (held_out[self.step], 10)
-    try:
-        train(config, [reporter])
-    except InterruptedRunError as interrupted:
-        return interrupted.status
-    finally:
-        Trainer.evaluate = evaluate
+    with patch.object(Trainer, "evaluate", lambda self: (held_out[self.step], 10)):
+        try:
+            train(config, [reporter])
+        except InterruptedRunError as interrupted:
+            return interrupted.status
     return 0
 
 
@@ -221,8 +203,7 @@ def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_pa
     summaries = pools(2).run(train_scripted, again, held_out)
     assert steps_saved(tmp_path / "run") == [2, 6], "what is as good later is not better"
     assert [(summary.best_step, summary.best_held_out_loss) for summary in summaries] == [(2, 1.0)] * 2
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["held_out_loss"] for line in lines][:3] == [3.0, 1.0, 2.0]
+    assert metrics(tmp_path / "run", "held_out_loss")[:3] == [3.0, 1.0, 2.0]
     source = chosen(tmp_path / "run", pytest.fail, best=True)
     assert source.name == name_of(2)
     export(source, tmp_path / "model")
@@ -238,9 +219,9 @@ def test_a_run_that_is_evaluated_on_the_way_has_the_weights_of_one_that_is_not(p
     expected, got = weights(tmp_path / "plain"), weights(tmp_path / "often")
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert plain_sum.held_out_loss == often_sum.held_out_loss and plain_sum.best_step is None
-    lines = [json.loads(line) for line in (tmp_path / "often" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["held_out_loss"] is not None] == [3, 4], "and after the last step"
-    assert lines[3]["held_out_loss"] == often_sum.held_out_loss
+    found = metrics(tmp_path / "often", "held_out_loss")
+    assert [loss is not None for loss in found] == [False, False, True, True], "and after the last step"
+    assert found[3] == often_sum.held_out_loss
 
 
 def test_a_way_that_was_given_up_goes_with_the_first_save_of_another(pools, corpus, tmp_path):
@@ -258,28 +239,23 @@ def test_a_way_that_was_given_up_goes_with_the_first_save_of_another(pools, corp
 @pytest.mark.long
 def test_resume_auto_goes_on_where_there_is_something_to_go_on_from(pools, corpus, tmp_path):
     out = tmp_path / "run"
-    config = config_of(corpus, out, steps=4, resume="auto")
-    assert pools(2).run(end_at, config, 2, {}) == [75, 75]
-    notes = pools(2).run(train_noting, config)[0]
-    assert notes == [f"--resume auto: {out} holds an unfinished run, saved after step 2: resuming it"]
-    assert len(losses(out)) == 4
+    config = config_of(corpus, out, steps=2, resume="auto")
+
+    def note(config):
+        return pools(2).run(train_noting, config)[0]
+
+    assert pools(2).run(end_at, config, 1, {}) == [75, 75]
+    assert note(config) == [f"--resume auto: {out} holds an unfinished run, saved after step 1: resuming it"]
+    assert len(losses(out)) == 2
     with pytest.raises(WorkerError, match="already holds a run; choose another folder or add --overwrite"):
-        pools(2).run(train_noting, config)
+        note(config)
     over = replace(config, run=replace(config.run, overwrite=True))
-    assert pools(2).run(train_noting, over)[0] == [f"--resume auto: {out} holds a finished run: starting a run"]
+    assert note(over) == [f"--resume auto: {out} holds a finished run: starting a run"]
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     (out / "summary.json").unlink()  # as if it had been killed before it saved
-    notes = pools(2).run(train_noting, config)[0]
-    assert notes == [f"--resume auto: {out} holds a run without checkpoints: starting a run"]
-    assert pools(2).run(train_noting, config_of(corpus, tmp_path / "new", steps=1, resume="auto"))[0] == [
-        f"--resume auto: {tmp_path / 'new'} holds no run: starting a run"
-    ]
-
-
-def train_noting(config):
-    reporter = Reporter()
-    train(config, [reporter])
-    return reporter.notes
+    assert note(config) == [f"--resume auto: {out} holds a run without checkpoints: starting a run"]
+    new = config_of(corpus, tmp_path / "new", steps=1, resume="auto")
+    assert note(new) == [f"--resume auto: {tmp_path / 'new'} holds no run: starting a run"]
 
 
 class Alone:

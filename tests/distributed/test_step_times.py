@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -12,15 +13,10 @@ from burst_attention.comm.transport import Transport
 from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from burst_train.step.loop import Trainer, train
-from tests.support.training import config_of, write_corpus
+from tests.support.training import config_of, events, metrics, records
 
 LATE = 0.2
 LONG = 20
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def step_with_rank_1_late(config):
@@ -55,21 +51,17 @@ def test_a_rank_that_others_wait_for_is_seen_in_their_waits(pools, corpus, tmp_p
 
 
 def test_waits_and_mfu_are_in_the_metrics_the_summary_and_tensorboard(pools, corpus, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = config_of(corpus, tmp_path / "run", peak_tflops=0.25)
-    summary = pools(2).run(train, config)[1]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
+    out = tmp_path / "run"
+    summary = pools(2).run(train, config_of(corpus, out, peak_tflops=0.25))[1]
+    for record in records(out):
         assert record["mfu"] == pytest.approx(record["flops"] / record["seconds"] / 0.5e12)
         assert 0 < record["exchange_seconds"] < record["seconds"]
-    seconds, flops = (sum(record[name] for record in records) for name in ("seconds", "flops"))
+    seconds, flops = (sum(metrics(out, name)) for name in ("seconds", "flops"))
     assert summary.mfu == pytest.approx(flops / seconds / 0.5e12)
     assert len(summary.exchange_seconds) == 2
-    assert summary.exchange_seconds[0] == pytest.approx(sum(r["exchange_seconds"] for r in records) / len(records))
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("mfu")] == pytest.approx([record["mfu"] for record in records])
-    assert len(events.Scalars("exchange_seconds")) == 4
+    assert summary.exchange_seconds[0] == pytest.approx(sum(metrics(out, "exchange_seconds")) / 4)
+    assert [event.value for event in events(out, "mfu")] == pytest.approx(metrics(out, "mfu"))
+    assert len(events(out, "exchange_seconds")) == 4
 
 
 def test_unknown_values_are_left_open(pools, corpus, tmp_path):
@@ -143,8 +135,5 @@ def train_without_room(config):
         (Path(config.run.out) / "profile").touch()
         return steps(trainer)
 
-    Trainer.steps = blocked
-    try:
+    with patch.object(Trainer, "steps", blocked):
         return train(config)
-    finally:
-        Trainer.steps = steps

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from burst_train.step.loop import train
-from tests.support.training import config_of, losses, norms, weights, write_corpus
+from tests.support.training import config_of, losses, metrics, norms, weights
 
 from .test_resume import end_at
 from .test_train import SMALL
@@ -28,11 +25,6 @@ MODELS = {
         initializer_range=0.2,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +47,7 @@ def one_process(pools, corpus, tmp_path_factory):
 
 
 def held_out(folder):
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
+    return [loss for loss in metrics(folder, "held_out_loss") if loss is not None]
 
 
 def assert_same(folder, expected):

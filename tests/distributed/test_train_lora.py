@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,17 +20,12 @@ from burst_train.run.folder import list_checkpoints
 from burst_train.step.export import export
 from burst_train.step.loop import train
 from burst_train.step.lora import add_adapters
-from tests.support.training import config_of, losses, weights, write_corpus
+from tests.support.training import config_of, losses, metrics, weights
 
 from .test_train import SMALL, one_device
 from .test_train_families import folder_of
 
 RANK = 4
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +52,11 @@ def of_peft(config, exclude=None):
     betas = settings.beta1, settings.beta2
     optimizer = torch.optim.AdamW(adapters, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay)
     sequences = open_sequences(config)[0].training()
-    records = [json.loads(line) for line in (Path(config.run.out) / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
+    for rate in metrics(config.run.out, "lr"):
         loss = one_device(model, itertools.islice(sequences, config.sequences_per_step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(adapters, settings.clip)
-        optimizer.param_groups[0]["lr"] = record["lr"]
+        optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())

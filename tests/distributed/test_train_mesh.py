@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import pytest
@@ -19,14 +18,9 @@ from burst_train.step.optim import clip_by_global_norm
 from burst_train.step.trainer import Trainer
 from tests.distributed.test_resume import changed, end_at
 from tests.support.hf_models import SMALL
-from tests.support.training import config_of, losses, norms, weights, write_corpus
+from tests.support.training import config_of, losses, norms, summary_of, weights
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def test_losses_do_not_depend_on_the_mesh(pools, corpus, model, tmp_path):
     for name, (world, groups, cut) in meshes.items():
         own = {"data_parallel": groups, "tensor_parallel": cut, "remat": "layer" if name == "cp tp" else "none"}
         pools(world).run(train, config_of(corpus, tmp_path / name, **common, **own))
-    summaries = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in meshes}
+    summaries = {name: summary_of(tmp_path / name) for name in meshes}
     for name in meshes:
         assert apart(losses(tmp_path / name), losses(tmp_path / "one")) <= 1e-7  # some norms are in fp32
         assert apart(norms(tmp_path / name), norms(tmp_path / "one")) <= 1e-6

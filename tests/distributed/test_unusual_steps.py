@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +14,7 @@ from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from burst_train.health.finite import Spikes
 from burst_train.step.loop import Trainer, train
-from tests.support.training import config_of, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+from tests.support.training import config_of, records, summary_of
 
 
 def spoil(trainer, layer, *, steps, rank, backward, place=0):
@@ -41,21 +37,15 @@ def spoil(trainer, layer, *, steps, rank, backward, place=0):
     trainer.model.model.get_submodule(layer).register_forward_hook(token_wise(hook))
 
 
-class Spoilt:
+def spoilt(layer, **named):
     """Within it the trainers that are made are spoilt."""
+    make = Trainer.__init__
 
-    def __init__(self, *given, **named):
-        self.given, self.named, self.make = given, named, Trainer.__init__
+    def made(trainer, *given):
+        make(trainer, *given)
+        spoil(trainer, layer, **named)
 
-    def __enter__(self):
-        def make(trainer, *given):
-            self.make(trainer, *given)
-            spoil(trainer, *self.given, **self.named)
-
-        Trainer.__init__ = make
-
-    def __exit__(self, *_):
-        Trainer.__init__ = self.make
+    return patch.object(Trainer, "__init__", made)
 
 
 def train_spoilt_at_end(config):
@@ -63,7 +53,7 @@ def train_spoilt_at_end(config):
 
 
 def train_spoilt(config, layer, steps, rank, backward=False, place=0):
-    with Spoilt(layer, steps=steps, rank=rank, backward=backward, place=place):
+    with spoilt(layer, steps=steps, rank=rank, backward=backward, place=place):
         try:
             return train(config)
         except FloatingPointError as error:
@@ -72,13 +62,13 @@ def train_spoilt(config, layer, steps, rank, backward=False, place=0):
 
 def test_the_rank_and_the_layer_where_a_number_was_lost_are_named_alike_on_all_ranks(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", global_batch=2)
-    reported = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [3], 1)
+    reported = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [2], 1)
     assert reported[0] == reported[1]
     assert reported[0].startswith(
-        "step 3: loss nan, gradient norm nan: the output of model.layers.0.mlp.down_proj is the "
+        "step 2: loss nan, gradient norm nan: the output of model.layers.0.mlp.down_proj is the "
     )
     assert "first non-finite one, on rank 1 (1 of " in reported[0] and "--on-nan skip" in reported[0]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(records(tmp_path / "run")) == 1
 
 
 @pytest.mark.long
@@ -110,10 +100,9 @@ def test_a_gradient_that_is_no_number_is_named(pools, corpus, tmp_path):
     )
 
 
-def leave_out(config, *spoilt):
+def leave_out(config, layer, steps, rank, backward):
     """Weights, moments, rate and the next sequence before and after each step."""
-    layer, steps, rank, backward = spoilt
-    with Spoilt(layer, steps=steps, rank=rank, backward=backward), join(device="cpu", timeout=60) as context:
+    with spoilt(layer, steps=steps, rank=rank, backward=backward), join(device="cpu", timeout=60) as context:
         trainer = Trainer(config, context)
         states, records = [], []
         for record in trainer.steps():
@@ -129,13 +118,13 @@ def leave_out(config, *spoilt):
 @pytest.mark.long
 def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools, corpus, tmp_path, backward):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", global_batch=2)
-    for states, records in pools(2).run(leave_out, config, "model.layers.1.mlp.up_proj", [3], 0, backward):
-        assert [record.left_out is not None for record in records] == [False, False, True, False]
+    for states, found in pools(2).run(leave_out, config, "model.layers.1.mlp.up_proj", [3], 0, backward):
+        assert [record.left_out is not None for record in found] == [False, False, True, False]
         (before, *_), (moved, *_) = states[1], states[3]
         assert all(torch.equal(x, y) for x, y in zip(states[1][:2], states[2][:2], strict=True))
         assert states[1][2] == states[2][2] != states[3][2] and not torch.equal(before, moved)
         assert [state[3] for state in states] == [2, 4, 6, 8]
-        assert math.isfinite(records[3].loss) and torch.isfinite(moved).all()
+        assert math.isfinite(found[3].loss) and torch.isfinite(moved).all()
 
 
 @pytest.mark.long
@@ -144,10 +133,10 @@ def test_left_out_steps_are_reported_and_a_run_goes_on_from_there(pools, corpus,
     summary = pools(2).run(train_spoilt, config, "model.layers.1.mlp", [1, 2], 0)[1]
     assert summary.left_out == [1, 2]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
-    assert [record["loss"] is None for record in records] == [True, True, False, False]
-    assert "model.layers.1.mlp" in records[1]["left_out"]
-    assert summary.first_loss == records[2]["loss"]
+    found = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    assert [record["loss"] is None for record in found] == [True, True, False, False]
+    assert "model.layers.1.mlp" in found[1]["left_out"]
+    assert summary.first_loss == found[2]["loss"]
     again = config_of(corpus, tmp_path / "run", on_nan="skip", resume=str(tmp_path / "run/checkpoints/step-00000002"))
     assert pools(2).run(train, again)[0].last_loss == summary.last_loss
 
@@ -155,8 +144,8 @@ def test_left_out_steps_are_reported_and_a_run_goes_on_from_there(pools, corpus,
 @pytest.mark.long
 def test_ten_steps_in_a_row_end_a_run(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", steps=30)
-    spoilt = [step for step in range(1, 31) if step != 9]
-    reported = pools(2).run(train_spoilt, config, "model.layers.1.mlp", spoilt, 0)
+    steps = [step for step in range(1, 31) if step != 9]
+    reported = pools(2).run(train_spoilt, config, "model.layers.1.mlp", steps, 0)
     assert reported[0] == reported[1] and reported[0].startswith("step 19: ")
     assert "left out 10 steps in a row" in reported[0]
 
@@ -180,17 +169,13 @@ def train_with_a_spike(config):
         loss, predicted = backward(trainer, sequences)
         return loss * (10 if trainer.step == 11 else 1), predicted
 
-    Trainer.backward = spiking
-    try:
+    with patch.object(Trainer, "backward", spiking):
         return train(config)
-    finally:
-        Trainer.backward = backward
 
 
 @pytest.mark.long
 def test_a_spike_is_in_the_metrics_and_the_summary(pools, corpus, tmp_path):
     summary = pools(1).run(train_with_a_spike, config_of(corpus, tmp_path / "run", steps=13))[0]
     assert list(summary.spikes) == [12] and summary.spikes[12] > 5
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["spike"]] == [12]
-    assert "12" in json.loads((tmp_path / "run" / "summary.json").read_text())["spikes"]
+    assert [record["step"] for record in records(tmp_path / "run") if record["spike"]] == [12]
+    assert "12" in summary_of(tmp_path / "run")["spikes"]

@@ -15,25 +15,12 @@ from burst_train.data.sequences import open_sequences
 from burst_train.parallel.parameters import SumByRank
 from burst_train.step.loop import Trainer
 from burst_train.step.model import model_config
-from tests.support.training import config_of, write_corpus
+from tests.support.training import config_of
 
 from .test_train import one_device
 
 STEPS, CLIP = 3, 0.1
-OPTIM = {
-    "lr": 0.02,
-    "min_lr": 0.5,
-    "warmup": 2,
-    "weight_decay": 0.5,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "eps": 1e-5,
-}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+OPTIM = {"lr": 0.02, "min_lr": 0.5, "warmup": 2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
 
 
 def whole_weights(model):

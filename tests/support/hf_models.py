@@ -12,17 +12,9 @@ from tests.tools.families import model_class
 
 SEQLEN, VOCABULARY, WINDOW = 40, 64, 7
 DOCUMENTS = (0, 11, 12, 30, 40)
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "attention_dropout": 0.0,
-}
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+SMALL |= {"attention_dropout": 0.0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 # (type of the configuration, settings)
 MODELS = {

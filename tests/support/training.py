@@ -37,12 +37,32 @@ def config_of(corpus, out, **changes):
     return config
 
 
+def records(folder):
+    """What a run wrote of each step."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics(folder, name):
+    return [record[name] for record in records(folder)]
+
+
 def losses(folder):
-    return [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return metrics(folder, "loss")
 
 
 def norms(folder):
-    return [json.loads(line)["grad_norm"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return metrics(folder, "grad_norm")
+
+
+def summary_of(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def events(folder, name):
+    """The values of a run's TensorBoard scalar."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(Path(folder) / "tensorboard")).Reload().Scalars(name)
 
 
 def weights(folder):

@@ -50,16 +50,8 @@ VISION = "[a vision-language model](#vision-language-models)"
 # Relative L2. Models in fp64 round to fp32 in their norms and rotary angles.
 BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 # Settings that make a model small, each taken where the configuration has it.
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
 # These only where it is not None.
 SMALL = (
     dict.fromkeys(("n_embd", "d_model", "embedding_size"), 64)

@@ -7,14 +7,8 @@ import torch.distributed as dist
 
 from burst_attention.launch.join import _meeting_again
 
-RESTARTED = {
-    "TORCHELASTIC_RESTART_COUNT": "1",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "GROUP_WORLD_SIZE": "1",
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-}
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+RESTARTED |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 def test_restarted_ranks_do_not_read_what_those_before_left():

@@ -16,71 +16,25 @@ from rich.console import Console
 from burst_attention.cli.flags import flag
 from burst_train.checkpoint.snapshot import check_same_run, settings_of
 from burst_train.cli.screen import Screen
-from burst_train.cli.train import what_is_kept
+from burst_train.cli.train import after_restart, what_is_kept
 from burst_train.config import ParallelConfig, TrainConfig, flag_names
 from burst_train.run.folder import name_of
+from burst_train.run.lock import claimed
 from burst_train.run.metrics import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 # By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.
-MUST_LAST = {
-    "model": "llama-2-7b",
-    "lora": 4,
-    "dtype": "float64",
-    "data": "other.txt",
-    "tokenizer": "bytes",
-    "seq_len": 64,
-    "pack": "none",
-    "held_out": 0.3,
-    "seed": 1,
-    "lr": 0.5,
-    "min_lr": 0.5,
-    "schedule": "linear",
-    "warmup": 3,
-    "decay_steps": 7,
-    "weight_decay": 0.5,
-    "beta1": 0.5,
-    "beta2": 0.5,
-    "eps": 0.5,
-    "clip": 0.5,
-    "optimizer": "adamw-8bit",
-    "global_batch": 2,
-}
-MAY_CHANGE = {
-    "steps": 9,
-    "out": "elsewhere",
-    "overwrite": True,
-    "save_every": "3",
-    "keep": 7,
-    "eval_every": 3,
-    "resume": "newest",
-    "deadline": 3.0,
-    "step_timeout": 3.0,
-    "profile": 3,
-    "wandb": "project",
-    "on_nan": "skip",
-    "deterministic": False,
-    "held_out_sequences": 3,
-    "save_dtype": "float16",
-    "max_positions": 8192,
-    "ranks": 4,
-    "data_parallel": 2,
-    "packing": "balanced",
-    "strategy": "ring",
-    "device": "cpu",
-    "timeout": 3.0,
-    "peak_tflops": 3.0,
-    "tensor_parallel": 2,
-    "batch": 2,
-    "accumulate": 2,
-    "remat": "layer",
-    "offload": "host",
-    "attention_chunks": 3,
-    "mlp_chunks": 3,
-    "optimizer_offload": True,
-    "compile": True,
-    "ignore_memory": True,
-}
+MUST_LAST = {"model": "llama-2-7b", "lora": 4, "dtype": "float64", "data": "other.txt", "tokenizer": "bytes"}
+MUST_LAST |= {"seq_len": 64, "pack": "none", "held_out": 0.3, "seed": 1, "lr": 0.5, "min_lr": 0.5}
+MUST_LAST |= {"schedule": "linear", "warmup": 3, "decay_steps": 7, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5}
+MUST_LAST |= {"eps": 0.5, "clip": 0.5, "optimizer": "adamw-8bit", "global_batch": 2}
+MAY_CHANGE = {"steps": 9, "out": "elsewhere", "overwrite": True, "save_every": "3", "keep": 7, "eval_every": 3}
+MAY_CHANGE |= {"resume": "newest", "deadline": 3.0, "step_timeout": 3.0, "profile": 3, "wandb": "project"}
+MAY_CHANGE |= {"on_nan": "skip", "deterministic": False, "held_out_sequences": 3, "save_dtype": "float16"}
+MAY_CHANGE |= {"max_positions": 8192, "ranks": 4, "data_parallel": 2, "packing": "balanced", "strategy": "ring"}
+MAY_CHANGE |= {"device": "cpu", "timeout": 3.0, "peak_tflops": 3.0, "tensor_parallel": 2, "batch": 2, "accumulate": 2}
+MAY_CHANGE |= {"remat": "layer", "offload": "host", "attention_chunks": 3, "mlp_chunks": 3, "optimizer_offload": True}
+MAY_CHANGE |= {"compile": True, "ignore_memory": True}
 
 
 def with_setting(config, name, value):
@@ -158,6 +112,20 @@ def test_a_failed_start_names_what_it_saved_itself(tmp_path):
     assert f"newest checkpoint: {older}; to resume" in what_is_kept(str(tmp_path), [older], asked=True)
     newer.mkdir()
     assert f"newest checkpoint: {newer}; to resume" in what_is_kept(str(tmp_path), [older], asked=False)
+
+
+def test_a_run_that_torchrun_restarted_goes_on_by_itself(tmp_path):
+    config, again = with_setting(TrainConfig(), "out", str(tmp_path)), {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert after_restart(config, again) == config, "no run of this job was here"
+    with claimed(str(tmp_path), by="burst train", overwrite=False, writes=("new.txt",)) as marker:
+        marker.add("new.txt")
+        (tmp_path / "new.txt").write_text("of a run")
+    assert after_restart(config, again) == with_setting(config, "overwrite", True), "killed before it had saved"
+    (tmp_path / "checkpoints" / name_of(3)).mkdir(parents=True)
+    assert after_restart(config, again) == with_setting(config, "resume", "newest")
+    assert after_restart(config, {}) == config
+    (tmp_path / "summary.json").touch()
+    assert after_restart(config, again) == config, "finished"
 
 
 FAKE = """#!{python}
