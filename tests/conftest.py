@@ -15,7 +15,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: without a GPU it runs interpreted
 
-from burst_attention.testing import WorkerPool
+from burst_bench.pool import WorkerPool
+
 from tests.support.memory import poison_memory
 
 # Plans keep there what they measure; ranks of a pool share one folder. Tests neither read nor leave the user's files.

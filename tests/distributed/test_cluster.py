@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from burst_bench.cluster import INTERFACE, NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
 from burst_bench.cluster.namespaces import inside, interface_bytes
-
-from burst_attention.testing import WorkerPool
+from burst_bench.pool import WorkerPool
 
 
 def obstacle() -> str | None:

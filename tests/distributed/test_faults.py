@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.pool import WorkerPool
 
 from burst_attention import Hardware, Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.attention import call as attention_call
 from burst_attention.comm.transport import Pending, Receive
 from burst_attention.kernels.aten import Aten, CpuFlash
 from burst_attention.kernels.reference import Reference
-from burst_attention.testing import WorkerPool, local_world
+from burst_attention.testing import local_world
 
 SEQLEN = 24
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,6 @@ from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
-from burst_attention.testing import WorkerPool
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")

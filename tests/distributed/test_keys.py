@@ -16,9 +16,8 @@ from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
 from burst_attention.recurrence.exchange import RunExchange
-from burst_attention.testing import Case, attend
+from burst_attention.testing import Case, WorkerError, attend
 from burst_attention.testing.local import local_world
-from burst_attention.testing.pool import WorkerError
 from tests.distributed.test_attention import check_cases
 from tests.support.pairwise import covering_array
 from tests.support.schedules import pair_tiles

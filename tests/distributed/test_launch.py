@@ -120,7 +120,7 @@ def test_signals_that_come_again_do_not_keep_ranks_from_being_ended(capfd, numbe
 POOL = """
 import signal
 from burst_attention.launch.local import prepare
-from burst_attention.testing import WorkerPool
+from burst_bench.pool import WorkerPool
 
 if __name__ == "__main__":
     prepare("torch")  # as a command does

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from burst_bench.harness.traffic_meter import TrafficMeter
 from burst_bench.harness.workload import Workload
 from burst_bench.peers import compare
-
-from burst_attention.testing import WorkerPool
+from burst_bench.pool import WorkerPool
 
 WORLD = 2
 SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)

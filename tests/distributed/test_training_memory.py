@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from burst_bench.harness.memory import give_back, peak_during, resident
+from burst_bench.pool import WorkerPool
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -23,7 +24,6 @@ from transformers import (
 )
 
 from burst_attention.launch.join import join
-from burst_attention.testing import WorkerPool
 from burst_train.cli.preflight import predict_memory
 from burst_train.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from burst_train.forecast.memory import PARTS

@@ -1,9 +1,8 @@
-"""Tools to check a cluster, also used by our tests: the fp64 oracle, error bounds, a pool of local ranks."""
+"""Tools to check a cluster, also used by our tests: the fp64 oracle, error bounds, ranks as threads."""
 
 from .check import Case, Report, check, compare
-from .local import LocalWorld, local_world
+from .local import LocalWorld, WorkerError, local_world
 from .oracle import Gradients, attend, dense_attention
-from .pool import WorkerError, WorkerPool
 
 __all__ = [
     "Case",
@@ -11,7 +10,6 @@ __all__ = [
     "LocalWorld",
     "Report",
     "WorkerError",
-    "WorkerPool",
     "attend",
     "check",
     "compare",

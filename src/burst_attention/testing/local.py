@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from ..comm.local import Exchange, LocalGroup
-from .pool import WorkerError
+
+
+class WorkerError(RuntimeError):
+    """A rank's function raised an exception, or a rank was lost.
+
+    The text contains the tracebacks. ``errors`` maps ranks to their exceptions, where known.
+    """
+
+    def __init__(self, text: str, errors: dict[int, BaseException] | None = None) -> None:
+        super().__init__(text)
+        self.errors = errors or {}
 
 
 class LocalWorld:

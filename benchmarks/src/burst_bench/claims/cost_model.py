@@ -26,12 +26,12 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.rates import Rates
-from burst_attention.testing import WorkerPool
 
 from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, parse_cluster, parse_rate
 from ..harness.calibration import calibrated, limited
 from ..harness.turns import seconds_of, take_turns
+from ..pool import WorkerPool
 
 HEADS, DIM = 8, 128
 MASKS = {

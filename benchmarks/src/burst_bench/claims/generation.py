@@ -29,12 +29,12 @@ from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.launch.join import cores
-from burst_attention.testing import WorkerPool
 
 from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, ClusterError, parse_rate
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, take_turns
+from ..pool import WorkerPool
 from ..tables import bytes_text, mebibytes, ranks_text, spread
 
 VOCABULARY, LAYERS, HEADS, DIM = 512, 2, 4, 64

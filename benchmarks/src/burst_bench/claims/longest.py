@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch.join import CONTEXT, make_mesh
-from burst_attention.testing import WorkerError, WorkerPool
+from burst_attention.testing import WorkerError
 from burst_train.cli.preflight import predict_memory
 from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from burst_train.memory import MemoryConfig
@@ -34,6 +34,7 @@ from burst_train.step.model import build_model
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
+from ..pool import WorkerPool
 
 GIB = 2**30
 REFUSED = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc|MemoryError", re.IGNORECASE)

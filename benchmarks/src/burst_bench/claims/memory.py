@@ -18,12 +18,12 @@ from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Planner
-from burst_attention.testing import WorkerPool
 from burst_train.forecast.footprint import peak_of, walked
 
 from ..arguments import CallArguments, asked
 from ..harness.calls import Ours, memory_peaks
 from ..harness.workload import Workload
+from ..pool import WorkerPool
 
 
 def predicted(world: int, workload: Workload, *, exact_partials: bool = False) -> int:

@@ -40,12 +40,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import Strategy
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
-from burst_attention.testing import WorkerPool
 from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
 
 from ..arguments import WrittenArguments, asked
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, take_turns
+from ..pool import WorkerPool
 from ..tables import bytes_text, ranks_text
 
 Lengths = tuple[int, ...]  # tokens of each document of a batch

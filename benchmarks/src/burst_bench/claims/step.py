@@ -28,7 +28,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import kernels
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
-from burst_attention.testing import WorkerPool
 from burst_train.data.sequences import TokenSequence
 from burst_train.health.flops import ModelFlops, peak_of
 from burst_train.parallel import Heads
@@ -36,6 +35,7 @@ from burst_train.parallel import Heads
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, seconds_of, take_turns
+from ..pool import WorkerPool
 from ..tables import mebibytes, ranks_text, spread
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

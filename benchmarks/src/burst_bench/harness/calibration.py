@@ -10,7 +10,8 @@ from burst_attention import Hardware, make_plan
 from burst_attention.attention.calibrate import calibrate
 from burst_attention.launch.join import cores
 from burst_attention.planner.rates import Link, Rates
-from burst_attention.testing import WorkerPool
+
+from ..pool import WorkerPool
 
 PAYLOAD = 0.95  # share of a link's rate; packet headers take the rest
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from burst_attention.launch.join import cores
 from burst_attention.planner.rates import Rates
-from burst_attention.testing import WorkerPool
 
 from ..cluster import INTERFACE, Cluster
+from ..pool import WorkerPool
 from ..tables import link_text
 from .calibration import calibrated, forget_links, limited
 from .judge import AGREEMENT, judge

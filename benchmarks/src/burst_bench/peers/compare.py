@@ -33,7 +33,7 @@ from rich.console import Console
 from torch import Tensor
 
 from burst_attention.cli.tables import console_of_tables, print_table
-from burst_attention.testing import WorkerError, WorkerPool
+from burst_attention.testing import WorkerError
 
 from ..arguments import CallArguments, asked
 from ..cluster import Cluster, parse_rate
@@ -42,6 +42,7 @@ from ..harness.calls import TOLERANCE, Variant, checked, ready, reference
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..harness.workload import Workload
+from ..pool import WorkerPool
 from ..tables import bytes_text, spread
 from . import flash_attn_stand_in
 from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_version, refusal
@@ -109,7 +110,7 @@ def compare(
         workload: Sizes of the call. In fp32, ring-flash-attn's gradients are wrong: its accumulators alias its buffers.
         rounds: Timed rounds; with 0, only check results and count bytes.
         names: Names of other packages' variants to run; None for all. Ours and PyTorch's always run.
-        entries: Entries for :class:`burst_attention.testing.WorkerPool`, which say where the ranks run; None for plain
+        entries: Entries for :class:`burst_bench.pool.WorkerPool`, which say where the ranks run; None for plain
             processes.
         link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
         timeout: Seconds that one call may take.

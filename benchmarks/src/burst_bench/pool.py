@@ -19,18 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch.processes import watch
-
-
-class WorkerError(RuntimeError):
-    """A rank's function raised an exception, or a rank was lost.
-
-    The text contains the tracebacks. ``errors`` maps ranks to their exceptions, where known.
-    """
-
-    def __init__(self, text: str, errors: dict[int, BaseException] | None = None) -> None:
-        super().__init__(text)
-        self.errors = errors or {}
+from burst_attention.launch.processes import watch
+from burst_attention.testing import WorkerError
 
 
 class WorkerPool:
