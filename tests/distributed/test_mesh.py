@@ -71,15 +71,20 @@ def mesh_of(dp, cp, tp):
     return init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=NAMES)
 
 
-def meshed(name, sizes, dtype=torch.float64, *, shards=False, group="cp", memory=None, **changes):
-    """Return a model over a mesh, and the mesh; ``shards``: by FSDP2 over the axes of data and context."""
+def meshed(name, sizes, dtype=torch.float64, *, shards=False, group="cp", memory=None, by_context=False, **changes):
+    """Return a model over a mesh, and the mesh.
+
+    ``shards``: by FSDP2 over the axes of data and context. ``by_context``: the ranks of a context share the experts.
+    """
     mesh = mesh_of(*sizes)
     model = model_of(name, dtype, **changes)
-    hf.tensor_parallel(model, mesh["tp"])
+    hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep") if by_context else None)
     hf.parallelize(model, mesh[group], timeout=30, memory=memory)
     if shards:
         over = mesh["dp", "cp"]._flatten("fsdp")
         for layer in model.model.layers:
+            if by_context:
+                fully_shard(layer.mlp.experts, mesh=mesh["dp"])
             fully_shard(layer, mesh=over)
         fully_shard(model, mesh=over)
     return model, mesh
@@ -92,9 +97,10 @@ def whole_gradients(model, mesh, *, shards):
         grad = x.grad
         if not shards:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            for axis in ("dp", "cp"):
+            whole = isinstance(grad, DTensor) and grad.device_mesh.mesh_dim_names == ("ep",)
+            for axis in ("dp",) if whole else ("dp", "cp"):
                 dist.all_reduce(local, group=mesh[axis].get_group())
-            local /= mesh["dp"].size() * mesh["cp"].size()
+                local /= mesh[axis].size()
         found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 
@@ -117,11 +123,11 @@ def stock_loss(model, batch):
     return model(**batch, use_cache=False).loss
 
 
-def trained(name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype=torch.float64, own=None):
+def trained(name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype=torch.float64, own=None, **options):
     """Return the greatest relative errors of losses and of gradients, over some steps."""
     changes = own or {}
     one = model_of(name, dtype, **changes)
-    model, mesh = meshed(name, sizes, dtype, shards=shards, memory=memory, **changes)
+    model, mesh = meshed(name, sizes, dtype, shards=shards, memory=memory, **options, **changes)
     model.train()
     first = torch.optim.SGD(one.parameters(), 0.05)
     second = torch.optim.SGD(model.parameters(), 0.05)
@@ -172,6 +178,26 @@ def test_other_sizes_of_the_mesh(pools, name, sizes, case):
     for loss, gradient in pools(sizes[0] * sizes[1] * sizes[2]).run(trained, name, sizes, case, True):
         assert loss <= 5e-7
         assert gradient <= 2e-6
+
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "case", "shards", "own", "memory"),
+    [
+        ("mixtral", (1, 2, 2), "packed", True, ROUTED, hf.Memory(recompute="layer")),
+        ("mixtral", (2, 2, 1), "packed", True, {"experts_implementation": "grouped_mm"}, None),
+        ("gpt_oss", (1, 2, 2), "plain", False, {}, None),
+        ("gpt_oss", (1, 4, 1), "plain", True, {}, None),
+    ],
+)
+def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own, memory):
+    dtype = torch.float32 if "experts_implementation" in own else torch.float64
+    asked = (name, sizes, case, shards, 2, 2, memory, dtype, own)
+    for loss, gradient in pools(4).run(functools.partial(trained, *asked, by_context=True)):
+        assert loss <= 5e-7
+        assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -235,11 +261,11 @@ def test_the_loss_of_a_router(pools, implementation):
         assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
 
 
-def after_twenty_steps(name, sizes, case):
+def after_twenty_steps(name, sizes, case, by_context=False):
     """Train with clipping; return the greatest relative errors of a loss, and of weights after 20 steps."""
     own = {"experts_implementation": "grouped_mm"} if name in ("mixtral", "gpt_oss") else {}
     one = model_of(name, torch.float32, **own)
-    model, mesh = meshed(name, sizes, torch.float32, shards=True, **own)
+    model, mesh = meshed(name, sizes, torch.float32, shards=True, by_context=by_context, **own)
     model.train()
     first, second = (torch.optim.SGD(each.parameters(), 0.05) for each in (one, model))
     groups, mine, off = sizes[0], mesh["dp"].get_local_rank(), 0.0
@@ -278,6 +304,15 @@ WITHOUT_DOCUMENTS = ("gpt_oss", "qwen3_5")  # the stock model lets packed docume
 )
 def test_twenty_steps_in_fp32(pools, name, sizes, case):
     for loss, weights in pools(sizes[0] * sizes[1] * sizes[2]).run(after_twenty_steps, name, sizes, case):
+        assert loss <= 1e-6
+        assert weights <= 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (1, 4, 1)])
+@pytest.mark.parametrize(("name", "case"), [("mixtral", "packed"), ("mixtral", "plain"), ("gpt_oss", "plain")])
+def test_twenty_steps_with_experts_shared_by_context(pools, name, sizes, case):
+    for loss, weights in pools(4).run(after_twenty_steps, name, sizes, case, True):
         assert loss <= 1e-6
         assert weights <= 2e-6
 
@@ -344,10 +379,10 @@ def test_a_loss_of_the_callers(pools):
     assert max(max(each) for each in pools(4).run(with_its_own_loss)) <= 2e-6
 
 
-def generated(name):
+def generated(name, sizes, by_context):
     """Return whether tokens over the mesh are one process's: with a sharded cache, with sampling, and without."""
     one = model_of(name).eval()
-    model, mesh = meshed(name, (1, 2, 2))
+    model, mesh = meshed(name, sizes, by_context=by_context)
     model.eval()
     ids = torch.randint(1, VOCABULARY, (2, 70), generator=torch.Generator().manual_seed(4))
     settings = {"max_new_tokens": 9, "min_new_tokens": 9}
@@ -363,9 +398,18 @@ def generated(name):
     return same
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3"])
-def test_generated_tokens_are_one_process(pools, name):
-    assert all(all(same) for same in pools(4).run(generated, name))
+@pytest.mark.parametrize(
+    ("name", "sizes", "by_context"),
+    [
+        ("llama", (1, 2, 2), False),
+        ("phi3", (1, 2, 2), False),
+        ("qwen3", (1, 2, 2), False),
+        ("mixtral", (1, 2, 2), True),
+        ("mixtral", (1, 4, 1), True),
+    ],
+)
+def test_generated_tokens_are_one_process(pools, name, sizes, by_context):
+    assert all(all(same) for same in pools(4).run(generated, name, sizes, by_context))
 
 
 def grouped_head():
@@ -383,9 +427,9 @@ def test_a_head_in_a_group_of_its_own(pools):
     assert max(pools(4).run(grouped_head)) <= 2e-6
 
 
-def checkpointed(name, folder):
+def checkpointed(name, folder, by_context):
     """Save changed weights on one mesh; return their greatest errors after a load on others, and in one folder."""
-    model, _ = meshed(name, (1, 2, 2), shards=True)
+    model, _ = meshed(name, (1, 2, 2), shards=True, by_context=by_context)
     wanted = {key: 1.5 * x for key, x in model_of(name).named_parameters()}
     with torch.no_grad():
         for x in model.parameters():
@@ -405,9 +449,12 @@ def checkpointed(name, folder):
     return max(errors)
 
 
-@pytest.mark.parametrize("name", ["tied", "mixtral", "gpt_oss", "phi3", "qwen3_5"])
-def test_checkpoints_load_on_another_mesh(pools, name, tmp_path):
-    assert pools(4).run(checkpointed, name, str(tmp_path)) == [0.0] * 4
+@pytest.mark.parametrize(
+    ("name", "by_context"),
+    [("tied", False), ("mixtral", True), ("gpt_oss", False), ("phi3", False), ("qwen3_5", False)],
+)
+def test_checkpoints_load_on_another_mesh(pools, name, by_context, tmp_path):
+    assert pools(4).run(checkpointed, name, str(tmp_path), by_context) == [0.0] * 4
 
 
 def clipped(most):
@@ -598,6 +645,45 @@ def other_name():
     hf.tensor_parallel(model_of("llama"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tensor"))["tensor"])
 
 
+def experts_of_no_axis():
+    mesh = mesh_of(1, 2, 2)
+    hf.tensor_parallel(model_of("mixtral"), mesh["tp"], experts=mesh["cp"])
+
+
+def experts_of_llama():
+    meshed("llama", (1, 2, 2), by_context=True)
+
+
+def experts_of_other_contexts():
+    meshed("mixtral", (2, 2, 1), group="dp", by_context=True)
+
+
+def experts_in_chunks():
+    meshed("mixtral", (1, 2, 2), by_context=True, memory=hf.Memory(mlp_chunks=2))
+
+
+def experts_without_a_plan():
+    mesh = mesh_of(1, 2, 2)
+    hf.tensor_parallel(model_of("mixtral"), mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep"))(**batch_of("plain", 0))
+
+
+def experts_of_other_prompts():
+    model, _ = meshed("mixtral", (1, 2, 2), by_context=True)
+    model.eval().generate(torch.ones(1, 4 + dist.get_rank() // 2, dtype=torch.long), max_new_tokens=2, do_sample=False)
+
+
+def experts_without_tokens():
+    plan = make_plan(3, timeout=30)
+    tensor_parts.whole_tokens(torch.ones(plan.length, 2), plan)
+
+
+def experts_of_other_weights():
+    mesh, model = mesh_of(1, 2, 2), model_of("mixtral")
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj += dist.get_rank() // 2
+    hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep"))
+
+
 def chunks_of_heads():
     meshed("phi3", (1, 2, 2), memory=hf.Memory(attention_chunks=2))
 
@@ -639,6 +725,14 @@ def twice():
         (other_architecture, "ValueError", "was not compared"),
         (other_name, "TypeError", "tp"),
         (chunks_of_heads, "ValueError", "computes all of its heads"),
+        (experts_of_no_axis, "TypeError", "these the inner ones"),
+        (experts_of_llama, "ValueError", "which has no experts"),
+        (experts_of_other_contexts, "ValueError", "pass the same axis to both"),
+        (experts_in_chunks, "ValueError", "mlp_chunks=2, but the ranks of the context share the experts"),
+        (experts_without_a_plan, "ValueError", "plan did not reach MixtralExperts"),
+        (experts_of_other_prompts, "DisagreementError", "the digests of tensors"),
+        (experts_without_tokens, "ValueError", "leaves some of 4 ranks none"),
+        (experts_of_other_weights, "DisagreementError", "weights"),
         (cut_by_others, "ValueError", "hf.tensor_parallel"),
         (twice, "ValueError", "cut already"),
     ],
@@ -647,6 +741,17 @@ def test_refusals_on_every_rank(pools, change, kind, text):
     for found, error in pools(4).run(refused, change):
         assert found == kind, error
         assert text in error
+
+
+def sharded_twice():
+    """FSDP2 itself refuses to shard, over the context, experts that the context shares."""
+    model, mesh = meshed("mixtral", (1, 2, 2), by_context=True)
+    with pytest.raises(RuntimeError, match="overlapping meshes"):
+        fully_shard(model.model.layers[0], mesh=mesh["cp"])
+
+
+def test_fsdp_takes_no_experts_that_a_context_shares(pools):
+    pools(4).run(sharded_twice)
 
 
 @pytest.mark.parametrize(("change", "ranks"), [(other_weights, (2, 3)), (other_seed, (0, 1, 2, 3))])

@@ -289,6 +289,14 @@ class Plan:
         """
         return resharding.unshard(x, dim, grad, self.schedule.layout, self.transport, self.agreement)
 
+    def sum_shards(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of the sum of all ranks' ``x``: S entries along ``dim`` become S_local.
+
+        The sum is in rank order, in fp32 at least. The gradient is gathered: each rank gets that of the whole ``x``.
+        Every rank must call it, with equal shapes and dtypes.
+        """
+        return resharding.sum_shards(x, dim, self.schedule.layout, self.transport, self.agreement)
+
     def shard_labels(self, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         """Return this rank's shard of :meth:`shift_labels`: [B, S] unshifted token ids -> [B, S_local] targets."""
         return self.shard(self.shift_labels(labels, ignore_index=ignore_index), 1)

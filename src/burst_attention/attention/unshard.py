@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,37 @@ class _Reshard:
         self.transport.all_to_all(leaving, landing, label=f"unshard's {phase}", call=number)
         return arriving
 
+    def positions(self, rank: int, device: torch.device) -> Tensor:
+        """Return the global rows that a rank holds."""
+        return torch.from_numpy(self.layout.places(rank)).to(device)
+
+    def gathered(self, x: Tensor, *, phase: str, number: int) -> Tensor:
+        """Return the global tensor, of whose rows ``x`` has this rank's."""
+        rows = x.movedim(self.dim, 0).contiguous()
+        shards = self.all_to_all([rows] * self.transport.world, list(self.layout.lengths), phase=phase, number=number)
+        order = torch.from_numpy(self.layout.gather_order).to(x.device)
+        return torch.cat(shards).index_select(0, order).movedim(0, self.dim).contiguous()
+
+    def summed(self, x: Tensor, *, phase: str, number: int) -> Tensor:
+        """Return the sum over ranks r of this rank's rows of x_r, in rank order, in the accumulation dtype."""
+        rank, world = self.transport.rank, self.transport.world
+        rows = x.movedim(self.dim, 0)
+        parts = [rows.index_select(0, self.positions(r, x.device)) for r in range(world)]
+        arrived = self.all_to_all(parts, [self.layout.lengths[rank]] * world, phase=phase, number=number)
+        total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(x.dtype))
+        for part in arrived:
+            total += part
+        return total.to(x.dtype).movedim(0, self.dim).contiguous()
+
+    def backward(self, call: str, dy: Tensor, move: Callable[..., Tensor]) -> Tensor:
+        """Move a gradient over the ranks."""
+        name = f"the backward of {call}"
+        check_transforms(name, dy=dy)
+        check_batches(name, dy)
+        number = self.transport.health.note_backward(self.number)
+        with self.transport.health.failing(name):
+            return move(dy, phase="backward", number=number)
+
 
 def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.unshard`."""
@@ -78,6 +109,21 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport
     return whole
 
 
+def sum_shards(x: Tensor, dim: int, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
+    """Implement :meth:`burst_attention.Plan.sum_shards`."""
+    fields = {
+        "shape": [*x.shape],
+        "dim": dim,
+        "dtype": str(x.dtype),
+        "gradient wanted": x.requires_grad and torch.is_grad_enabled(),
+        "layout": layout.description,
+    }
+    agreement.agree("sum_shards", fields, once=True)
+    with transport.health.failing("sum_shards"):
+        own: Tensor = _SumShards.apply(x, _Reshard(layout, transport, dim, "sum", transport.health.next_call()))
+    return own
+
+
 class _Unshard(torch.autograd.Function):
     """Ledger. in x, S_local entries along dim; out the global tensor, S entries; saved nothing.
 
@@ -89,30 +135,30 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
         """Gather all shards in global order."""
         ctx.call = call
-        rows = x.movedim(call.dim, 0).contiguous()
-        world = call.transport.world
-        shards = call.all_to_all([rows] * world, list(call.layout.lengths), phase="forward", number=call.number)
-        order = torch.from_numpy(call.layout.gather_order).to(x.device)
-        return torch.cat(shards).index_select(0, order).movedim(0, call.dim).contiguous()
+        return call.gathered(x, phase="forward", number=call.number)
 
     @staticmethod
     @differentiable_once("unshard")
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
         """Return this rank's slice of the gradient, or sum the slices of all ranks' gradients."""
         call: _Reshard = ctx.call
-        rank, world = call.transport.rank, call.transport.world
-        positions = [torch.from_numpy(call.layout.places(r)).to(dy.device) for r in range(world)]
         if call.grad == "slice":
-            return dy.index_select(call.dim, positions[rank]), None
-        name = "the backward of unshard"
-        check_transforms(name, dy=dy)
-        check_batches(name, dy)
-        rows = dy.movedim(call.dim, 0)
-        parts = [rows.index_select(0, at) for at in positions]
-        number = call.transport.health.note_backward(call.number)
-        with call.transport.health.failing(name):
-            arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward", number=number)
-        total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
-        for part in arrived:
-            total += part
-        return total.to(dy.dtype).movedim(0, call.dim).contiguous(), None
+            return dy.index_select(call.dim, call.positions(call.transport.rank, dy.device)), None
+        return call.backward("unshard", dy, call.summed), None
+
+
+class _SumShards(torch.autograd.Function):
+    """The adjoint of :class:`_Unshard` with the gradient ``sum``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
+        """Add up this rank's slices of all ranks' tensors."""
+        ctx.call = call
+        return call.summed(x, phase="forward", number=call.number)
+
+    @staticmethod
+    @differentiable_once("sum_shards")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
+        """Gather the gradient."""
+        call: _Reshard = ctx.call
+        return call.backward("sum_shards", dy, call.gathered), None

@@ -20,8 +20,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of, weight_samples
 from burst_attention.attention.plan import Plan
+from burst_attention.comm.agreement import Meeting
 
-from . import arguments, converted, heads, known, models, stub_forward, vision
+from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
 from .batch import rows_of
 from .checks import shown
 from .dealt import Step
@@ -102,16 +103,17 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
 
 
 def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compare a ``generate`` without our cache along the tensor-parallel axis, whose ranks exchange parts of layers."""
-    inner = model._burst.meeting.inner
-    if inner is None:
+    """Compare a ``generate`` without our cache over the ranks that share weights, which exchange parts of layers."""
+    cut, whole = tensor_axis.cut_of(model), model._burst.meeting
+    if cut is None:
         return
-    with inner.entering("generate"):
+    meeting = whole if cut.by_context else Meeting(whole.inner)
+    with meeting.entering("generate"):
         given = _named(args, kwargs)
         settings, fields = _settings(model, given)
         _check_clocks(settings, given)
         fields["the digests of tensors"] = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
-    inner.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+    meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

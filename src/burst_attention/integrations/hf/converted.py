@@ -49,7 +49,7 @@ def _kinds(body: nn.Module) -> Iterator[tuple[str, nn.Module, type[Converted]]]:
     poolers = {id(pooler) for pooler in poolers_of(body)}
     for name, module in [*body.named_modules()]:
         if isinstance(module, GradientCheckpointingLayer):
-            inside = any(known.mechanism(each) or known.gets_no_keywords(each) for each in module.modules())
+            inside = any(known.mechanism(each) or _needs_handing(each) for each in module.modules())
             kind: type[Converted] | None = _Layer if inside else None
         else:
             own = _Unpooled if id(module) in poolers else None
@@ -136,6 +136,11 @@ def handing(modules: list[nn.Module], plans: Any) -> Iterator[None]:
             vars(each).pop(ATTRIBUTE, None)
 
 
+def _needs_handing(module: nn.Module) -> bool:
+    """Return whether a module needs plans, but gets no keywords: an attention, or experts that a context shares."""
+    return known.gets_no_keywords(module) or vars(module).get("burst_by_context", False)
+
+
 def given_to(module: nn.Module) -> Any:
     """Return the plans that a layer handed to a module inside it, or None."""
     plans = vars(module).get(ATTRIBUTE)
@@ -153,7 +158,7 @@ class _Layer(Converted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.pop(_KEYWORD, None)
-        inside = [each for each in self.modules() if isinstance(each, _Mixer) or known.gets_no_keywords(each)]
+        inside = [each for each in self.modules() if isinstance(each, _Mixer) or _needs_handing(each)]
         with handing(inside, plans):
             return super().forward(*args, **kwargs)
 

@@ -124,6 +124,9 @@ def parallelize(
             raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
         if not isinstance(memory, Memory):
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
+        if cut is not None and cut.by_context:
+            ranks = [dist.get_rank()] if plan.world == 1 else dist.get_process_group_ranks(plan.transport.group)
+            tensor_axis.check_contexts(cut, ranks, memory.mlp_chunks)
     inner = {
         "strategy": repr(strategy),
         "ranks of the group": plan.world,
@@ -139,6 +142,8 @@ def parallelize(
     except Exception:
         unsave(body)
         raise
+    if cut is not None and cut.by_context:
+        cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
     register()
     own, causal = body.config._attn_implementation, _is_causal(base)
     _switch(base, parts.NAME)

@@ -7,7 +7,6 @@ Megatron-LM, arXiv 1909.08053). We apply both to a model that is loaded already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from burst_attention.comm.link import connect
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
 from .parts import HOOKS, origin_of
-from .tensor_parts import along_axis, forward_is_ours
+from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,26 +40,10 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     }
 }
-_OF_EXPERTS = "grouped_gemm"  # the style of weights of whole experts
 _CUT_HEADS = ("q_proj", "k_proj", "v_proj")
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """How a model is cut."""
-
-    mesh: DeviceMesh
-    agreement: Agreement
-    heads: int  # over how many ranks the heads of an attention are cut
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
-        """Refuse a copy of the model: forwards of its parts would still use the weights of the first."""
-        raise TypeError(
-            "a model cut by tensor parallelism can't be copied; build a second model, cut it, and load state_dict()"
-        )
-
-
-def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
+def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | None = None) -> Model:
     """Cut a model's weights over the ranks of a tensor-parallel axis. Call it on every rank, before ``parallelize``.
 
         mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "cp", "tp"))
@@ -78,6 +61,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
             mistral, mixtral, phi3, qwen2, qwen3 or qwen3_5_text. It is modified in place. Its attention heads and
             key-value heads must be multiples of the number of ranks.
         mesh: the axis, named "tp", of a mesh that has the other axes too. On one rank nothing is cut.
+        experts: the ranks that share the experts of a mixture: those of a context and of ``mesh``, as one axis
+            (``mesh["cp", "tp"]._flatten("ep")``). Experts then get the tokens of the whole sequence. Their gradients
+            are whole: don't sum them over the context. None: the ranks of ``mesh`` share them.
 
     Returns:
         ``model``.
@@ -90,39 +76,79 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
             f'mesh={mesh!r} must be the axis "{AXIS}" of a DeviceMesh: init_device_mesh(..., mesh_dim_names=("dp", '
             f'"cp", "{AXIS}"))["{AXIS}"]'
         )
-    agreement = connect(mesh.get_group(), None)[1]
+    shared = mesh if experts is None else experts
+    _check_shared(shared, mesh)
+    agreement = connect(shared.get_group(), None)[1]
     with agreement.entering("tensor_parallel"):
-        plan, heads = plan_of(model, mesh.size())
+        plan, heads = plan_of(model, mesh.size(), shared.size())
         if empty := next((name for name, x in model.named_parameters() if x.is_meta), None):
             raise ValueError(f"{empty} has no values (it is on the meta device); pass a model with whole weights")
         weights = digest_text(weight_samples(model.named_parameters()))
         fields = {"model": type(model).__name__, "plan": digest_text(plan), "weights": weights}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
     agreement.agree("tensor_parallel", fields, remedy=remedy)
-    _cut(model, Cut(mesh, agreement, heads), plan)
+    _cut(model, Cut(mesh, connect(mesh.get_group(), None)[1], heads, shared), plan)
     return model
 
 
-def plan_of(model: Any, ranks: int) -> tuple[dict[str, str], int]:
+def _check_shared(shared: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Refuse ranks for the experts that are not those of several tensor-parallel axes, one axis after another."""
+    own = mesh.mesh.tolist()
+    if not isinstance(shared, DeviceMesh) or shared.ndim != 1 or own not in _axes(shared, mesh):
+        raise TypeError(
+            f"experts={shared!r} must be one axis of a context's ranks and those of mesh={mesh!r}, these the inner "
+            'ones: mesh["cp", "tp"]._flatten("ep")'
+        )
+
+
+def _axes(shared: DeviceMesh, mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks that share experts, by tensor-parallel axis."""
+    ranks, size = shared.mesh.flatten().tolist(), mesh.size()
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+
+
+def check_contexts(cut: Cut, ranks: list[int], chunks: int) -> None:
+    """Refuse a context that does not have the ranks that share the experts, and experts in chunks of tokens.
+
+    Args:
+        ranks: the global ranks of the context.
+        chunks: ``Memory.mlp_chunks``.
+    """
+    column = [axis[cut.mesh.get_local_rank()] for axis in _axes(cut.experts, cut.mesh)]
+    if column != ranks:
+        raise ValueError(
+            f"group has the ranks {ranks}, but hf.tensor_parallel(experts=...) shares the experts over the context "
+            f"{column}; pass the same axis to both"
+        )
+    if chunks > 1:
+        raise ValueError(
+            f"memory has mlp_chunks={chunks}, but the ranks of the context share the experts, which need all tokens "
+            "at once; leave mlp_chunks out, or experts=... of hf.tensor_parallel"
+        )
+
+
+def plan_of(model: Any, ranks: int, shared: int | None = None) -> tuple[dict[str, str], int]:
     """Return the style of each module and parameter by name, and over how many ranks the heads of attention are cut.
+
+    ``shared``: how many ranks share the experts; None: those over which the model is cut.
 
     Raises:
         TypeError, ValueError: the model can't be cut over so many ranks.
     """
     _check(model, ranks)
-    plan = _styles_of(model, ranks)
+    plan = _styles_of(model, ranks, ranks if shared is None else shared)
     return plan, _ranks_of_heads(model, plan, ranks)
 
 
 def cut(model: Any, mesh: DeviceMesh, agreement: Agreement) -> None:
     """Cut a model, whose weights this rank may not have yet; exchanges nothing."""
     plan, heads = plan_of(model, mesh.size())
-    _cut(model, Cut(mesh, agreement, heads), plan)
+    _cut(model, Cut(mesh, agreement, heads, mesh), plan)
 
 
 def _cut(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
-    if how.mesh.size() > 1:
-        _styles().apply(model, how.mesh, plan)
+    if how.experts.size() > 1:
+        _styles().apply(model, how, plan)
         model._burst_cut = how
 
 
@@ -220,18 +246,20 @@ def _check(model: Any, ranks: int) -> None:
         raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
 
 
-def _styles_of(model: Any, ranks: int) -> dict[str, str]:
+def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
     """Return the style of each module and parameter, by its name."""
     styles = _styles()
     experts = dict(model.ep_plan or {})
-    plan = _PLANS.get(model.config.model_type, model.tp_plan)
+    if shared > ranks and not experts:
+        raise ValueError(f"experts=... of {type(model).__name__}, which has no experts; leave it out")
+    plan = _PLANS.get(model.config.model_type, model.tp_plan) if ranks > 1 else {}
     plan = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))} | experts
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
     modules = dict(model.named_modules())
     for name, style in expanded.items():
-        count = model.get_parameter(name).shape[0] if style == _OF_EXPERTS else 0
-        if count % ranks:
-            raise ValueError(f"{name} has {count} experts, which {ranks} ranks can't share evenly; use other ranks")
+        count = model.get_parameter(name).shape[0] if style == OF_EXPERTS else 0
+        if count % shared:
+            raise ValueError(f"{name} has {count} experts, which {shared} ranks can't share evenly; use other ranks")
     for name, style in expanded.items():
         module = modules.get(name)
         if not styles.known(style):
@@ -246,6 +274,8 @@ def _styles_of(model: Any, ranks: int) -> dict[str, str]:
                 f"{name} is a {kind.__module__}.{kind.__name__}, an adapter or a quantized layer; cut a model with "
                 "plain weights"
             )
+    if ranks == 1:
+        return expanded
     owners = styles.owners_of_columns(expanded)
     for name in (name for name, module in modules.items() if type(module) is nn.Linear):
         owner, given = name.rpartition(".")[0], expanded.get(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +13,34 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from burst_attention.attention.plan import Plan
+from burst_attention.comm.agreement import Agreement
 from burst_attention.loss.head import AXIS, SummedGradient
 
+OF_EXPERTS = "grouped_gemm"  # transformers' style of weights of whole experts
 _HOMES = ("transformers.distributed.tensor_parallel", f"{__package__}.tensor_styles")  # of replaced forwards
+
+
+@dataclass(eq=False)
+class Cut:
+    """How a model is cut."""
+
+    mesh: DeviceMesh
+    agreement: Agreement
+    heads: int  # over how many ranks the heads of an attention are cut
+    experts: DeviceMesh  # the ranks that share the experts; those of ``mesh``, or of a context and ``mesh``
+    share: float = field(default=1.0, init=False)  # by which gradients of experts shared by a context are multiplied
+
+    @property
+    def by_context(self) -> bool:
+        """Whether ranks with other tokens hold some of the experts."""
+        return self.experts.size() > self.mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
+        """Refuse a copy of the model: forwards of its parts would still use the weights of the first."""
+        raise TypeError(
+            "a model cut by tensor parallelism can't be copied; build a second model, cut it, and load state_dict()"
+        )
 
 
 def part(weight: Any) -> Any:
@@ -51,6 +78,46 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def whole_tokens(x: Tensor, plan: Plan) -> Tensor:
+    """Gather the tokens of a whole sequence: [B * S_local, ...] to [B * S, ...]. Its gradient is summed over ranks."""
+    if not min(plan.schedule.layout.lengths):
+        raise ValueError(
+            f"a sequence of {plan.seqlen} tokens leaves some of {plan.world} ranks none, and they share experts; pass "
+            "longer sequences"
+        )
+    return plan.unshard(x.unflatten(0, (-1, plan.length)), 1, grad="sum").flatten(0, 1)
+
+
+def own_tokens(x: Tensor, plan: Plan) -> Tensor:
+    """Return this rank's tokens of the sum over a context: [B * S, ...] to [B * S_local, ...], which may change."""
+    return plan.sum_shards(x.unflatten(0, (-1, plan.seqlen)), 1).flatten(0, 1).clone()
+
+
+@contextmanager
+def own_experts(module: nn.Module, share: float) -> Iterator[None]:
+    """Let a module use this rank's parts of its weights; their gradients are multiplied by ``share``."""
+    own = dict(module.named_parameters(recurse=False))
+    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in own.items()}
+    module._parameters.update({name: _Shared.apply(x, share) for name, x in parts.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor itself; its gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.factor == 1.0 else grad * ctx.factor, None
 
 
 def along_axis(weight: Tensor) -> bool:

@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import tensor_parallel as styles
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_local_dtensor_params
 
+from burst_attention.attention.batch import Plans
 from burst_attention.loss.head import SummedGradient
 
-from .tensor_parts import Summed, part, summed
+from .checks import ALONE, plans_of
+from .dealt import Step
+from .tensor_parts import OF_EXPERTS, Cut, Summed, own_experts, own_tokens, part, summed, whole_tokens
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -84,37 +87,42 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
     module.forward = forward
 
 
-class _WholeExperts(styles.TensorParallelLayer):
-    """Each rank has some experts whole, computes them for all tokens, and the ranks' outputs are summed.
+def _share_experts(module: Any, how: Cut) -> None:
+    """Replace the forward of experts, whose weights are cut by then.
 
-    Slices of every expert would not be contiguous where gate and up share a weight, and checkpoints of
-    torch.distributed can't hold those. transformers' own code for this sums gradients in place.
+    Each rank has some experts whole, computes them for all tokens, and the ranks' outputs are summed. Slices of every
+    expert would not be contiguous where gate and up share a weight, and checkpoints of torch.distributed can't hold
+    those. transformers' own code for this sums gradients in place.
+
+    If the ranks of a context share the experts, they first gather the tokens of the whole sequence.
     """
+    rank, by_context = how.experts.get_local_rank(), how.by_context
+    module.burst_by_context = by_context
 
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
-        """Replace the forward of experts, whose weights are cut by then."""
-        group, rank = mesh.get_group(), mesh.get_local_rank()
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        plans = plans_of(module) if by_context else ALONE
+        # Without a plan, all ranks that share the experts have the same tokens.
+        plan = None if plans is ALONE or isinstance(plans, Step) else Plans.of(plans).one
+        group = (how.experts if plan is None else how.mesh).get_group()
+        hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
+        if plan is not None:
+            hidden, index, weights = (whole_tokens(x, plan) for x in (hidden, index, weights))
+        count = module.num_experts  # of this rank
+        away = index // count != rank
+        # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
+        eager = module.config._experts_implementation == "eager"
+        index = torch.where(away, 0 if eager else count, index % count)
+        with own_experts(module, how.share):
+            out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
+        return Summed.apply(out if plan is None else own_tokens(out, plan), group)
 
-        def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
-            count = module.num_experts  # of this rank
-            away = index // count != rank
-            # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
-            eager = module.config._experts_implementation == "eager"
-            index = torch.where(away, 0 if eager else count, index % count)
-            with _use_local_dtensor_params(module):
-                out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
-            return Summed.apply(out, group)
-
-        module.forward = forward
-        return module
+    module.forward = forward
 
 
 _STYLES: Mapping[str, styles.TensorParallelLayer] = {
     "colwise": _Columns(),
     "rowwise": _Rows(),
     "replicated_with_grad_allreduce": _SummedWeights(),
-    "ep_dispatch_experts": _WholeExperts(),
 }
 
 
@@ -123,13 +131,16 @@ def known(style: str) -> bool:
     return style in _STYLES or style in ALL_PARALLEL_STYLES
 
 
-def apply(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def apply(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
     """Cut the weights and replace the forwards, as transformers does when it loads a model."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, style_name in plan.items():
         style = _STYLES.get(style_name) or ALL_PARALLEL_STYLES[style_name]
-        if name in parameters:
+        mesh = how.experts if style_name == OF_EXPERTS else how.mesh
+        if style_name == "ep_dispatch_experts":
+            _share_experts(modules[name], how)
+        elif name in parameters:
             owner, _, parameter = name.rpartition(".")
             style.validate_param(modules[owner], parameter, mesh, parameter_name=name)
             style.shard_param(modules[owner], parameter, mesh)
@@ -137,7 +148,7 @@ def apply(model: Any, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
         elif style_name != "local_params":
             style.install_forward(modules[name], mesh)
     for name in owners_of_columns(plan):
-        _sum_inputs(modules[name], mesh, own_weights=plan.get(name) == "local_params")
+        _sum_inputs(modules[name], how.mesh, own_weights=plan.get(name) == "local_params")
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
