@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,14 @@ PRELOAD = [
     "burst_train.step.loop",
     "matplotlib.figure",
     "transformers.models.llama.modeling_llama",
+    "tests.support.frozen",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection go through what was imported: transformers alone has a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
