@@ -5,29 +5,23 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
 from .classes import stock_class
+from .known import names
 
 BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
-_ANSWERED = (
-    "num_items_in_batch",
-    "logits",
-    "logits_to_keep",
-    "fused_lm_head",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
+_ANSWERED = names(
+    "num_items_in_batch logits logits_to_keep fused_lm_head output_hidden_states output_router_logits return_dict"
 )
-# Arguments without an effect on the output of a parallelized model.
-_IGNORED = ("use_cache", "cache_position")
+_IGNORED = ("use_cache", "cache_position")  # without an effect on the output of a parallelized model
 _REMEDY_OF_TABLE = {
     "input_ids": "resize the model's embeddings",
     "position_ids": "shorten or pack the documents, or load a model with more positions",
@@ -51,10 +45,10 @@ def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     if not args:
         return {name: value for name, value in kwargs.items() if value is not None}
     kind = type(model).__name__
-    names = [*stub_forward.parameters_of(model.stock_class.forward)]
-    if len(args) > len(names):
-        raise TypeError(f"{kind} takes at most {len(names)} positional arguments, got {len(args)}; pass them by name")
-    placed = dict(zip(names, args, strict=False))
+    places = [*stub_forward.parameters_of(model.stock_class.forward)]
+    if len(args) > len(places):
+        raise TypeError(f"{kind} takes at most {len(places)} positional arguments, got {len(args)}; pass them by name")
+    placed = dict(zip(places, args, strict=False))
     twice = sorted(placed.keys() & kwargs.keys())
     if twice:
         raise TypeError(f"{kind} got {twice[0]} both by position and by name; pass it once")
@@ -81,40 +75,31 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
     whole = vision.whole_arguments(model)
     for name, value in given.items():
-        if name in (*BATCH, *_ANSWERED, *_IGNORED) or value is False:
-            continue
-        if name in (whole or TOKENS):
+        if name in (*BATCH, *_ANSWERED, *_IGNORED, *(whole or TOKENS)) or value is False:
             continue
         remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
     if getattr(model.config, "output_attentions", False) and given.get("output_attentions") is not False:
         raise ValueError(f"output_attentions=True of the configuration is refused: {_REMEDIES['output_attentions']}")
     if vision.language_model_of(model) is not None:
-        _check_vision(model, given)
+        if given.get("inputs_embeds") is not None:
+            raise ValueError("inputs_embeds are refused: a vision-language model merges images in; pass input_ids")
+        if wanted_states(model, given) is not False:
+            raise ValueError(
+                f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of its language "
+                "model; leave it out"
+            )
     _check_logits(model, given)
-
-
-def _check_vision(model: Any, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that a vision-language model does not support over ranks."""
-    if given.get("inputs_embeds") is not None:
-        raise ValueError(
-            "inputs_embeds are refused: a vision-language model merges images into its own; pass input_ids"
-        )
-    if wanted_states(model, given) is not False:
-        raise ValueError(
-            f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of its language model; "
-            "leave it out"
-        )
 
 
 def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse requests for logits that can't be served."""
     if given.get("logits", "gather") != "gather":
         raise ValueError(f"logits={shown(given['logits'])} is unknown; pass logits='gather', or leave it out")
+    keep = given.get("logits_to_keep", 0)
     for name in ("logits_to_keep", "fused_lm_head"):
         if given.get(name) and given.get("logits"):
             raise ValueError(f"{name}={shown(given[name])} and logits='gather' are both given; pass one of them")
-    keep = given.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
     for name in ("logits_to_keep", "fused_lm_head"):
@@ -130,21 +115,19 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if vision.language_model_of(model) is not None:
         return {}
     found = {name: given[name] for name in TOKENS if name in given}
-    ids = given.get("input_ids")
-    if "position_ids" in given:
+    body, ids = vision.text_of(model), given.get("input_ids")
+    count = None if "position_ids" in given else _counter_of_positions(body)
+    if count is None:
         return found
-    if "inputs_embeds" in given and counts_positions(vision.text_of(model)) is not None:
+    if "inputs_embeds" in given:
         raise ValueError(
             f"inputs_embeds without position_ids are refused: {type(model).__name__} counts positions by token ids; "
             "pass position_ids"
         )
     if not isinstance(ids, torch.Tensor):
         return found
-    positions = positions_of_ids(vision.text_of(model), ids)
-    if positions is None:
-        return found
-    packed = [name for name in PACKING if name in given]
-    if packed:
+    positions = count(ids, body.embeddings.padding_idx)
+    if packed := [name for name in PACKING if name in given]:
         raise ValueError(
             f"{packed[0]} packs documents, but {type(model).__name__} counts positions over the whole row; pass "
             "position_ids that restart at 0 where each document begins"
@@ -211,17 +194,8 @@ def wanted_states(model: Any, given: Mapping[str, Any]) -> Any:
     return given.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
 
 
-def positions_of_ids(body: Any, ids: Tensor) -> Tensor | None:
-    """Return the positions [B, S] that a model derives from the whole sequence's ids; None if it does not.
-
-    RoBERTa and its relatives count from their padding's id, and skip padding.
-    """
-    count = counts_positions(body)
-    return None if count is None else cast("Tensor", count(ids, body.embeddings.padding_idx))
-
-
-def counts_positions(body: Any) -> Any:
-    """Return the function by which a model counts positions from token ids, or None."""
+def _counter_of_positions(body: Any) -> Any:
+    """Return the function by which RoBERTa and its relatives count positions from ids, skipping padding; or None."""
     embeddings = getattr(body, "embeddings", None)
     if getattr(embeddings, "padding_idx", None) is None:
         return None
@@ -233,20 +207,14 @@ def counts_positions(body: Any) -> Any:
 def tables_of(body: nn.Module) -> dict[str, int]:
     """Return how many values each integer input of a body may have, by name, where a learned or fixed table limits it.
 
-    A table's rows before its ``offset`` are for padding.
+    A table's rows before its ``offset`` are for padding. Vision and audio towers have their own positions.
     """
     found: dict[str, int] = {}
-    fixed = ((name, x) for name, x in body.named_buffers() if "embed_positions" in name and x.dim() == 2)
-    every = [*body.named_modules(), *fixed]
-    for path, table in every:
-        name = path.rpartition(".")[2]
-        rows = (
-            table.num_embeddings if isinstance(table, nn.Embedding) else len(table) if isinstance(table, Tensor) else 0
-        )
-        role = next((role for role, names in _TABLES.items() if name in names), None)
-        if any(tower in path for tower in _TOWERS):  # it has its own positions
-            continue
-        if role and rows:
-            rows -= getattr(table, "offset", 0)
+    sizes = {name: x.num_embeddings for name, x in body.named_modules() if isinstance(x, nn.Embedding)}
+    sizes = {name: rows - getattr(body.get_submodule(name), "offset", 0) for name, rows in sizes.items()}
+    fixed = ((name, len(x)) for name, x in body.named_buffers() if "embed_positions" in name and x.dim() == 2)
+    for path, rows in (*sizes.items(), *fixed):
+        role = next((role for role, tables in _TABLES.items() if path.rpartition(".")[2] in tables), None)
+        if role and rows and not any(tower in path for tower in _TOWERS):
             found[role] = min(rows, found.get(role, rows))
     return found

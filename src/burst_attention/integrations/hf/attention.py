@@ -42,11 +42,7 @@ def register() -> None:
 
 
 class Attention:
-    """The function that every layer calls.
-
-    It compares position ids with each plan once and remembers the result, so that not every layer has to. On a GPU a
-    comparison waits for all queued kernels.
-    """
+    """The function that every layer calls. It compares position ids once, because on a GPU that waits for kernels."""
 
     def __init__(self, names: Sequence[str] = (NAME,)) -> None:
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
@@ -104,7 +100,10 @@ class Attention:
             checks.check_causal(chosen, stated if request is None else [*stated, request.causal])
             checks.check_lengths(query, key, chosen)
             checks.check_rope(getattr(module, "config", None))
-            checked = self._are_checked(module, plan, position_ids)
+            positions = getattr(plan, "positions", None)
+            kept = position_ids is None and type(module).__name__ in KEEP_POSITIONS
+            # parallelize may have cut the positions itself, so that the layer can't have others.
+            checked = positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
             if not checked:
                 self._models.check(module, chosen)
                 self._check_positions(position_ids, query, chosen)
@@ -113,13 +112,6 @@ class Attention:
             checks.mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
-
-    @staticmethod
-    def _are_checked(module: torch.nn.Module, plan: Any, position_ids: Any) -> bool:
-        """Return whether ``parallelize`` cut the positions itself, so that the layer can't have others."""
-        positions = getattr(plan, "positions", None)
-        kept = position_ids is None and type(module).__name__ in KEEP_POSITIONS
-        return positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
@@ -135,25 +127,19 @@ class Attention:
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
             raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
         # Rotary angles depend only on differences within a document, so restarting and global positions both work.
-        if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
-            raise ValueError(
-                f"position_ids differ from the positions of the plan's tokens on rank {plan.rank}; {remedy}"
-            )
+        right = (each.to(position_ids.device) for each in (plan.document_positions, plan.positions))
+        if not any(position_ids.shape[1] == len(row) and bool((position_ids == row).all()) for row in right):
+            where = f"the plan's tokens on rank {plan.rank}"
+            raise ValueError(f"position_ids differ from the positions of {where}; {remedy}")
         if version is not None:
             self._right = (*known[:2], [*known[2], weakref.ref(plan)])
-
-
-def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:
-    return rows.shape[1] == len(row) and bool((rows == row.to(rows.device)).all())
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Cast as autocast does for torch's attention. Rotary angles are fp32, so q and k may differ in dtype from v."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _request_mask(
@@ -168,10 +154,13 @@ def _request_mask(
     together, beyond, found = None, False, list(_mask_parts(mask_function))
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens
         if kind == "or_masks" and together is None:
-            together, others = _union(part)
-            foreign += ["the mask or_masks"] if together is None else []
-            beyond = "sliding_window_overlay" in [each for each, _ in others]
-            found += others  # taken up by this same loop
+            joined = _closure(part)["mask_functions"]
+            if len(joined) == 2 and next(_mask_parts(joined[1]))[0] == "blockwise_overlay":
+                together, others = _closure(joined[1])["block_sequence_ids"], list(_mask_parts(joined[0]))
+                beyond = "sliding_window_overlay" in [each for each, _ in others]
+                found += others  # taken up by this same loop
+            else:
+                foreign.append("the mask or_masks")
         elif kind == "causal_mask_function":
             causal = True
         elif kind == "sliding_window_overlay":
@@ -189,14 +178,6 @@ def _request_mask(
     if causal and window is None and chunk is None and together is None and not foreign:
         return None
     return MaskRequest(causal, window, tuple(foreign), chunk, together, beyond)
-
-
-def _union(function: Callable) -> tuple[torch.Tensor | None, list[tuple[str, Callable]]]:
-    """Return the groups of tokens in a union of masks, and the parts of its other mask; no groups if it has others."""
-    joined = _closure(function)["mask_functions"]
-    if len(joined) != 2 or next(_mask_parts(joined[1]))[0] != "blockwise_overlay":
-        return None, []
-    return _closure(joined[1])["block_sequence_ids"], list(_mask_parts(joined[0]))
 
 
 def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
@@ -221,9 +202,7 @@ def _closure(function: Any) -> dict[str, Any]:
 def call_shape(model: Any, chunks: int = 1, ranks: int = 1) -> CallShape:
     """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say.
 
-    Args:
-        chunks: the number of chunks of heads, each a call.
-        ranks: over how many ranks tensor parallelism cuts the heads.
+    ``chunks``: of heads, each a call. ``ranks``: over how many tensor parallelism cuts the heads.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -234,11 +213,9 @@ def call_shape(model: Any, chunks: int = 1, ranks: int = 1) -> CallShape:
         return CallShape()
     if not isinstance(q_heads, int) or not isinstance(width, int) or q_heads < 1:
         return CallShape()
-    kv_heads = kv_heads or q_heads
-    head_dim = head_dim or width // q_heads
+    kv_heads, head_dim = kv_heads or q_heads, head_dim or width // q_heads
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or q_heads % kv_heads or head_dim < 1:
         return CallShape()
-    dtype = getattr(model, "dtype", None)
-    dtype = dtype if dtype in DTYPES else None
+    dtype = model.dtype if getattr(model, "dtype", None) in DTYPES else None
     q_heads, kv_heads = (max(1, heads // (chunks * ranks)) for heads in (q_heads, kv_heads))
     return CallShape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, attention_chunks=chunks)

@@ -9,9 +9,8 @@ see each other both ways, the model makes its masks from the whole batch; they b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ _INNER = ("language_model", "text_model")  # names of the language model inside 
 _UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
 # Arguments of a model's body that are not the vision tower's.
 _OF_TEXT = {"self", "labels", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", *_UNUSED}
+_OF_TEXT |= {"output_attentions", "output_hidden_states", "output_router_logits"}
 _PER_TOKEN = ("per_layer_inputs", "moe_mm_token_type_ids", "ple_input_ids")  # [B, S, ...] of a language model
 # Where the image tokens are, [B, S] or [B, S, E], and rows to be added there, [image tokens, E] of each layer.
 _ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
@@ -78,9 +78,7 @@ def whole_arguments(model: Any) -> frozenset[str]:
     if around is None:
         return frozenset()
     named = inspect.signature(stock_class(around).forward).parameters
-    return frozenset(
-        name for name, each in named.items() if name not in _OF_TEXT and each.kind is not each.VAR_KEYWORD
-    ) - {"output_attentions", "output_hidden_states", "output_router_logits"}
+    return frozenset(name for name, each in named.items() if each.kind is not each.VAR_KEYWORD) - _OF_TEXT
 
 
 def convert(model: Any) -> None:
@@ -118,11 +116,7 @@ def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
 def digests(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of the arguments that stay whole."""
     whole = {name: given[name] for name in sorted(whole_arguments(model)) if given.get(name) is not None}
-    found: dict[str, Any] = {}
-    for name, value in whole.items():
-        inside = [digest_of(each) for each in tensors_of(value)]
-        found[name] = inside or repr(value)
-    return found
+    return {name: [digest_of(x) for x in tensors_of(value)] or repr(value) for name, value in whole.items()}
 
 
 def run(model: Any, call: Call) -> Any:
@@ -189,22 +183,18 @@ def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
             where = given.pop(name)
             shard[name] = where.index_select(1, at)
             if added in given:
-                shard[added] = _own_rows(given.pop(added), _rows_of(where, at))
+                shard[added] = _own_rows(given.pop(added), where, at)
     for name, value in given.items():
         if isinstance(value, (Tensor, list, tuple, dict)):
             raise ValueError(f"{name}={shown(value)} of the language model: how to cut it is unknown")
     return shard | given
 
 
-def _rows_of(where: Tensor, at: Tensor) -> Tensor:
-    """Return the numbers of this rank's image tokens among those of all rows, row by row."""
+def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
+    """Return each layer's additions to this rank's image tokens; ``added`` has those of all rows, row by row."""
     seen = where if where.dim() == 2 else where[..., 0]
     numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
-    return numbers.index_select(1, at)[seen.index_select(1, at)]
-
-
-def _own_rows(added: Any, rows: Tensor) -> Any:
-    """Return these rows of each layer's additions."""
+    rows = numbers.index_select(1, at)[seen.index_select(1, at)]
     if isinstance(added, Mapping):
         return {layer: each.index_select(0, rows) for layer, each in added.items()}
     return [each.index_select(0, rows) for each in added]
@@ -212,29 +202,20 @@ def _own_rows(added: Any, rows: Tensor) -> Any:
 
 def sees_both_ways(module: Any) -> bool:
     """Return whether the code of a module's forward may ask for groups of tokens that see each other both ways."""
-    forward = stock_class(module).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return not _BOTH_WAYS.isdisjoint(_words(forward.__code__))
-
-
-def _words(code: CodeType) -> Iterator[str]:
-    """Yield the names and the strings in a function's code."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        yield from [constant] if isinstance(constant, str) else constant if isinstance(constant, tuple) else ()
+    code = inspect.unwrap(stock_class(module).forward).__code__
+    tuples = [each for each in code.co_consts if isinstance(each, tuple)]
+    return any(not _BOTH_WAYS.isdisjoint(words) for words in (code.co_names, code.co_consts, *tuples))
 
 
 def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
     """Return the plans with the groups of tokens that the model's masks ask for, and masks without them.
 
-    Args:
-        plans: the plans of the call.
-        mask: what the language model got as ``attention_mask``: requests by kind of layer, one request, or anything.
-        rows: the batch.
+    ``mask``: what the language model got as ``attention_mask``: requests by kind of layer, one request, or anything.
     """
     asked = mask if isinstance(mask, Mapping) else {"": mask}
-    asked = {kind: _without_padding(each) for kind, each in asked.items() if isinstance(each, MaskRequest)}
+    asked = {kind: each for kind, each in asked.items() if isinstance(each, MaskRequest)}
+    for kind, each in asked.items():  # padding is behind the tokens, where no token sees it
+        asked[kind] = replace(each, foreign=tuple(part for part in each.foreign if part != PADDING))
     groups: dict[Reach, torch.Tensor | None] = {}
     for kind, each in asked.items():
         reach = each.window if each.chunk is None else Chunked(each.chunk)
@@ -245,24 +226,16 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
                 f"attention_mask: layers with the same window {reach} ask for different groups of tokens, one of them "
                 f"{kind}; this is not supported"
             )
-    made = {reach: _with_group(reach, each, groups.get(reach)) for reach, each in plans.items()}
+    made: dict[Reach, Plan] = dict(plans)
+    for reach, together in groups.items():
+        if together is not None and reach in made:
+            made[reach] = made[reach].with_mask(replace(made[reach].mask, together=together))
     for kind, each in asked.items():
         _check_reach(kind, each, made)
     masked = Plans(made, masked=any(each is not None for each in groups.values()))
     if not isinstance(mask, Mapping):
         return masked, None
     return masked, {**mask, **{kind: replace(each, together=None) for kind, each in asked.items()}}
-
-
-def _with_group(reach: Reach, plan: Any, together: torch.Tensor | None) -> Any:
-    if together is None:
-        return plan
-    return plan.with_mask(replace(plan.mask, together=together))
-
-
-def _without_padding(request: MaskRequest) -> MaskRequest:
-    """Leave out the padding, which is behind the tokens, where no token sees it."""
-    return replace(request, foreign=tuple(each for each in request.foreign if each != PADDING))
 
 
 def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
