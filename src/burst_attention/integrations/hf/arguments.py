@@ -65,8 +65,7 @@ def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
     wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
     if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
         raise ValueError(
-            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss_function, "
-            f"which {wrong} would bypass; leave {wrong} out"
+            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss; omit it"
         )
     return True
 
@@ -86,8 +85,7 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
             raise ValueError("inputs_embeds are refused: a vision-language model merges images in; pass input_ids")
         if wanted_states(model, given) is not False:
             raise ValueError(
-                f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of its language "
-                "model; leave it out"
+                f"output_hidden_states is refused: {type(model).__name__} shards its language model alone; leave it out"
             )
     _check_logits(model, given)
 
@@ -105,8 +103,7 @@ def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
     for name in ("logits_to_keep", "fused_lm_head"):
         if given.get(name) and model._burst.form is None:
             raise ValueError(
-                f"{name}={given[name]} is refused: {type(model).__name__} runs its head on whole sequences; leave "
-                f"{name} out"
+                f"{name}={given[name]} is refused: {type(model).__name__} runs its head on whole rows; leave it out"
             )
 
 
@@ -121,8 +118,7 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         return found
     if "inputs_embeds" in given:
         raise ValueError(
-            f"inputs_embeds without position_ids are refused: {type(model).__name__} counts positions by token ids; "
-            "pass position_ids"
+            f"inputs_embeds are refused: {type(model).__name__} counts positions by token ids; pass position_ids too"
         )
     if not isinstance(ids, torch.Tensor):
         return found
@@ -183,9 +179,7 @@ def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
     config = model.config.get_text_config()
     wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
     if wanted and not hasattr(model, "router_aux_loss_coef"):
-        raise ValueError(
-            f"output_router_logits=True is refused: {type(model).__name__} has no router loss; leave it out"
-        )
+        raise ValueError(f"output_router_logits=True: {type(model).__name__} has no router loss; leave it out")
     return wanted
 
 

@@ -127,9 +127,7 @@ def _ids_and_embeddings(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.T
     if not isinstance(embeds, torch.Tensor) or not embeds.is_floating_point():
         raise TypeError(f"inputs_embeds is a {type(embeds).__name__}; pass a tensor of floating-point numbers")
     if embeds.dim() != 3 or 0 in embeds.shape:
-        raise ValueError(
-            f"inputs_embeds has shape {list(embeds.shape)}; pass [batch, sequence, hidden], at least one token"
-        )
+        raise ValueError(f"inputs_embeds has shape {list(embeds.shape)}; pass [batch, sequence, hidden] with tokens")
     return torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), embeds
 
 
@@ -226,9 +224,7 @@ def _starts(
     names, starts = list(said), list(said.values())
     for name, other in zip(names[1:], starts[1:], strict=True):
         if not np.array_equal(starts[0], other):
-            raise ValueError(
-                f"{names[0]} and {name} describe different documents; pass one of them, or make them equal"
-            )
+            raise ValueError(f"{names[0]} and {name} describe different documents; pass one of them, or equal ones")
     if not starts or not starts[0].any():
         return None
     if batch.get("attention_mask") is not None and names[0] == "position_ids":
@@ -254,8 +250,8 @@ def _restarts(positions: np.ndarray, real: np.ndarray | None) -> np.ndarray:
     if len(wrong):
         row, place = wrong[0].tolist()
         raise ValueError(
-            f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; positions "
-            "must increase by one, or restart at 0 where a document begins"
+            f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; they must "
+            "increase by one, or restart at 0 where a document begins"
         )
     return restart
 

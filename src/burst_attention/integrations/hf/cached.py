@@ -187,9 +187,7 @@ def _fit(model: Any, cache: Any) -> Fit:
     """Check that the model can fill the cache."""
     state = model._burst
     if torch.is_autocast_enabled(model.device.type):
-        raise ValueError(
-            "autocast is on: a cache over ranks needs one dtype; load the model in it: dtype=torch.bfloat16"
-        )
+        raise ValueError("autocast is on: a cache over ranks needs one dtype; load the model with dtype=torch.bfloat16")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
     state.check_parts(model)
@@ -294,15 +292,13 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
         raise ValueError(
-            f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache over ranks takes all heads; "
-            "call hf.parallelize without it"
+            f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache takes all heads; use 1"
         )
     converted.check_cached(text)
     by_states = any(known.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
     if state.absolute and not by_states:
         raise ValueError(
-            f"past_key_values: {kind} has learned positions, or none that are rotary, which have no cache over ranks "
-            "yet; use a model with rotary positions"
+            f"past_key_values: {kind} has no rotary positions, which a cache over ranks needs; use a model that has"
         )
 
 
@@ -378,9 +374,7 @@ def _check_positions(call: _CachedCall, positions: Any) -> None:
         return  # one operator, for each token
     fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]
     if not fits or not bool(((positions == right) | (right < 0)).all()):
-        raise ValueError(
-            f"position_ids={shown(positions)} differ from the tokens' places in their rows; leave position_ids out"
-        )
+        raise ValueError(f"position_ids={shown(positions)} differ from the tokens' places; leave position_ids out")
 
 
 def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
@@ -391,8 +385,7 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={what} is refused: {_OTHER_MODE}")
     if settings.cache_implementation is not None:
         raise ValueError(
-            f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
-            "over ranks; leave one of them out"
+            f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is a cache; omit it"
         )
     _check_clocks(settings, given)
     if settings.prefill_chunk_size is not None:

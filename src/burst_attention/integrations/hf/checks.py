@@ -15,6 +15,7 @@ from burst_attention.attention.plan import Plan
 
 from .known import names
 
+SHARD = "shard the batch with hf.shard_batch(batch, plan)"
 UNSTATED: Any = object()
 ATTRIBUTE = "_burst_plans"  # holds the plans of a module that gets no keywords from the modules around it
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
@@ -66,9 +67,7 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
     """Return the plan for a layer's window or chunk; ``UNSTATED`` stands for a layer that doesn't state one."""
     if chunk is not None:
         if not isinstance(plan, Mapping) or Chunked(chunk) not in plan:
-            raise ValueError(
-                f"attention_chunk_size={chunk} of the layer has no plan among the call's; use hf.parallelize(model)"
-            )
+            raise ValueError(f"attention_chunk_size={chunk} of the layer has no plan in the call; use hf.parallelize")
         found: Plan = plan[Chunked(chunk)]
         return found
     if isinstance(plan, Mapping):
@@ -107,14 +106,12 @@ def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
     shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
         raise ValueError(
-            f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; "
-            "make one plan and derive the others from it by plan.with_mask"
+            f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask"
         )
     if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(
-            f"plan has masks of different documents, prefixes or blocks ({listed}); make masks that differ only in "
-            "their window"
+            f"plan has masks of different documents, prefixes or blocks ({listed}); let only their windows differ"
         )
 
 
@@ -143,7 +140,7 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
     if sliding_window is UNSTATED or sliding_window is None:
         return asked
     raise ValueError(
-        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
+        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make both equal"
     )
 
 
@@ -199,13 +196,11 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
     """Refuse a batch that was not sharded, and keys from a cache."""
     if query.shape[2] != plan.length:
         raise ValueError(
-            f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
-            "shard the batch with hf.shard_batch(batch, plan)"
+            f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; {SHARD}"
         )
     if key.shape[2] != plan.key_length:
         raise ValueError(
-            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
-            "supported. Pass use_cache=False"
+            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, without a cache"
         )
 
 

@@ -77,8 +77,7 @@ def check_cached(body: nn.Module) -> None:
         found, kind = known.mechanism(module), type(module).__name__
         if found is not None and found not in _CACHED:
             raise ValueError(
-                f"past_key_values: {name} ({kind}, {found}) has a state that no cache over ranks holds; generate on "
-                "one rank with transformers' own cache"
+                f"past_key_values: {name} ({kind}, {found}) has a state that no such cache has; leave it out"
             )
         if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
             raise ValueError(
@@ -307,8 +306,7 @@ def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str,
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if hidden.shape[1] != length:
         raise ValueError(
-            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; shard the batch "
-            "with hf.shard_batch(batch, plan)"
+            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; {checks.SHARD}"
         )
     for name in _CACHES:
         if kwargs.get(name) is not None:

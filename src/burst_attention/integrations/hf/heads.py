@@ -25,6 +25,7 @@ from .stub_forward import Output, StandIn, body_name, twin_of
 _SMALL, _GREAT = 2.0**-30, 1e30
 _PROBES = (0.0, _SMALL, _GREAT, -_GREAT, 1.0, -3.0, 11.0, -37.0, 120.0, -4000.0)
 
+_NO_LOSS = "its loss can't be computed over shards"
 _DTYPES = (torch.float32, torch.float64)  # logits in fewer bits would not identify the form
 
 
@@ -130,9 +131,7 @@ def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
     with torch.no_grad():
         out = twin.forward(input_ids=torch.zeros(1, logits.shape[1], dtype=torch.long, device=model.device))
     if not torch.equal(out.logits, logits):
-        raise ValueError(
-            f"{type(model).__name__} changes the logits of its {name}; its loss can't be computed over shards"
-        )
+        raise ValueError(f"{type(model).__name__} changes the logits of its {name}; {_NO_LOSS}")
 
 
 def is_nested(model: Any) -> bool:
@@ -151,10 +150,7 @@ def check_untouched(model: nn.Module) -> None:
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
     if added or ("forward" in vars(head) and not tensor_axis.is_cut_by_us(model, head)):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
-        raise TypeError(
-            f"model's {name} has a {what}, which may change the logits in an unknown way; remove it to train over "
-            "shards"
-        )
+        raise TypeError(f"model's {name} has a {what}, which may change the logits; remove it to train over shards")
 
 
 def _linear_of(model: Any) -> tuple[str, Any]:
@@ -204,17 +200,13 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
         logits = out[0] if isinstance(out, tuple) else out.logits
     except Exception as error:
         raise ValueError(
-            f"{kind}.forward fails if stand-ins replace its {body} and {name} ({type(error).__name__}: {error}), so "
-            "how it computes its logits is unknown; its loss can't be computed over shards"
+            f"{kind}.forward fails on stand-ins of its {body} and {name} ({type(error).__name__}: {error}); {_NO_LOSS}"
         ) from error
     found = seen[-1] if seen and seen[-1].shape == hidden.shape else torch.full_like(hidden, torch.nan)
     scale = (found[0, 0, 0] / hidden[0, 0, 0]).item()
     # A factor of the input is one of the product, if the head has no bias (MiniCPM3).
     if not torch.equal(found, hidden * scale) or (scale != 1 and head.bias is not None):
-        raise ChangedError(
-            f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; its loss can't be computed "
-            "over shards"
-        )
+        raise ChangedError(f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; {_NO_LOSS}")
     return logits, scale
 
 
@@ -223,8 +215,7 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
     if not isinstance(logits, Tensor) or logits.shape != product.shape or logits.dtype not in _DTYPES:
         what = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"{kind} returns {what} for a head product of shape {list(product.shape)}, not fp32 or fp64 logits of that "
-            "shape; its loss can't be computed over shards"
+            f"{kind} returns {what}, not fp32 or fp64 logits, for a head product {list(product.shape)}; {_NO_LOSS}"
         )
     made = logits.cpu().double()
     rounding = 16 * torch.finfo(logits.dtype).eps
@@ -241,9 +232,8 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"the logits of {kind} are neither a factor times its head's product nor its soft cap (tanh): for a "
-            f"product of {product[where].item():g} it returns {made[where].item():g} for token id {where[2]}; its loss "
-            "can't be computed over shards"
+            f"the logits of {kind} are neither a factor times its head's product nor its soft cap (tanh): of "
+            f"{product[where].item():g} it makes {made[where].item():g} for token id {where[2]}; {_NO_LOSS}"
         )
     return form
 

@@ -59,13 +59,10 @@ class Memory:
         if self.offload is not None:
             check_place(self.offload)
             if self.recompute == "none":
-                raise ValueError(
-                    f"offload={self.offload!r} keeps the inputs of recomputed layers; add recompute='layer'"
-                )
+                raise ValueError(f"offload={self.offload!r} keeps inputs of recomputed layers; add recompute='layer'")
         if self.attention_chunks > 1 and self.recompute == "keep-attention":
             raise ValueError(
-                f"recompute='keep-attention' can't keep attention in {self.attention_chunks} chunks; use "
-                "recompute='layer', or leave attention_chunks out"
+                f"recompute='keep-attention' can't keep {self.attention_chunks} attention_chunks; use recompute='layer'"
             )
 
     def apply(self, body: nn.Module) -> None:

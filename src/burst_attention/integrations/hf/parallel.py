@@ -200,7 +200,7 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
         )
     if isinstance(base, _Parallel):
         raise ValueError(
-            f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
+            f"model is parallelized over {base._burst.plans.base.world} ranks already; call hf.parallelize once"
         )
     own = vars(base).get("forward")
     # TRL's fused head computes what ours does; accelerate sets the class's own forward when it removes its autocast.

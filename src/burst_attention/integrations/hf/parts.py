@@ -73,8 +73,7 @@ def token_wise(treats: _Declared) -> _Declared:
     if isinstance(treats, type):
         if not issubclass(treats, nn.Module) or "forward" not in vars(treats):
             raise TypeError(
-                f"token_wise({treats.__name__}): {treats.__name__} is not an nn.Module class that defines forward; "
-                "pass one that does"
+                f"token_wise({treats.__name__}): it is no nn.Module class that defines forward; pass one that does"
             )
         setattr(treats, _DECLARED, True)
         return treats
@@ -164,8 +163,7 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
                 )
             if origin_of(hook) == "transformers.integrations.neftune":
                 raise ValueError(
-                    f"{_shown(name, module)} adds the noise of NEFTune, which each rank would scale by the length of "
-                    "its shard; set neftune_noise_alpha to None"
+                    f"{_shown(name, module)} adds noise by its shard's length; set neftune_noise_alpha to None"
                 )
 
 
@@ -207,10 +205,7 @@ def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bo
 def check_added_losses(model: nn.Module) -> None:
     """Refuse adapters that add to the loss on every rank, if gradients are summed over the ranks."""
     if any(type(module).__module__.startswith("peft.tuners.adalora.") for module in model.modules()):
-        raise ValueError(
-            "gradients='sum' is refused: AdaLoRA adds to the loss on every rank, so its term would be counted once per "
-            "rank; use gradients='mean'"
-        )
+        raise ValueError("gradients='sum' is refused: AdaLoRA adds to the loss on every rank; use gradients='mean'")
 
 
 def check_attention_is_ours(model: nn.Module) -> None:

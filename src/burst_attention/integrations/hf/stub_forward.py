@@ -18,6 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from .classes import stock_class
 
 _TRANSFORMERS = Path(transformers.__file__).parent
+_ALONE = "run the model without hf.parallelize"
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
 
 
@@ -168,7 +169,7 @@ class Around:
         out = twin.forward(**self._given)
         self._check_random(states[-1])
         if len(states) < 2:
-            raise ValueError(f"{self._kind}.forward never calls its {prefix}; run the model without hf.parallelize")
+            raise ValueError(f"{self._kind}.forward never calls its {prefix}; {_ALONE}")
         own, replaced = vars(self._model), ("_modules", "forward", prefix)
         set_by_it = {name: value for name, value in vars(twin).items() if name not in replaced}
         own.update(set_by_it if keep else {})
@@ -178,10 +179,7 @@ class Around:
         """Refuse a second call of the body, or a call with another batch."""
         prefix = body_name(self._model)
         if again:
-            raise ValueError(
-                f"{self._kind}.forward calls its {prefix} twice, which is not supported over ranks; call it once, or "
-                "run the model without hf.parallelize"
-            )
+            raise ValueError(f"{self._kind}.forward calls its {prefix} twice; call it once, or {_ALONE}")
         names = list(_parameters(taker_of(self._model._modules[prefix])))
         asked = dict(zip(names, args, strict=False)) | dict(kwargs)
         wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
@@ -192,8 +190,7 @@ class Around:
         wrong += [name for name in matter if asked.get(name) is None]
         if wrong:
             raise ValueError(
-                f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which is not "
-                f"supported over ranks; move that change into {prefix}, or run the model without hf.parallelize"
+                f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it got; pass that, or {_ALONE}"
             )
 
     def _is_given(self, name: str, value: Any) -> bool:
@@ -210,7 +207,7 @@ class Around:
         if any(not torch.equal(a, b) for a, b in zip(before, random_states(self._model), strict=True)):
             raise ValueError(
                 f"{self._kind}.forward, or its loss function, draws random values, which differ between ranks; "
-                "remove them (set dropout to 0), or run the model without hf.parallelize"
+                f"remove them (set dropout to 0), or {_ALONE}"
             )
 
 

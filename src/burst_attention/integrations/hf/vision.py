@@ -102,9 +102,7 @@ def joins_rows(model: Any) -> bool:
 def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
     """Refuse batches of a vision-language model that would have to be rearranged."""
     if given.get("position_ids") is not None:
-        raise ValueError(
-            "position_ids are refused: a vision-language model computes them from the whole batch; leave them out"
-        )
+        raise ValueError("position_ids are refused: a vision-language model computes its own; leave them out")
     packed = rows.cu_seqlens is not None and not rows.joined
     if packed or (rows.shifted and rows.padding is not None and bool(rows.padding.any())):
         what = "packed documents" if packed else "padding in front of the tokens"
@@ -223,8 +221,7 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
         known = groups.setdefault(reach, together)
         if known is not together and (known is None or together is None or not torch.equal(known, together)):
             raise ValueError(
-                f"attention_mask: layers with the same window {reach} ask for different groups of tokens, one of them "
-                f"{kind}; this is not supported"
+                f"attention_mask: layers ({kind} too) of one window {reach} ask for different groups; use one rank"
             )
     made: dict[Reach, Plan] = dict(plans)
     for reach, together in groups.items():
@@ -245,8 +242,7 @@ def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
         groups = torch.where(rows.real.cpu(), groups, -1)
     if not rows.joined and not (groups == groups[:1]).all():
         raise ValueError(
-            "attention_mask: rows of the batch ask for different groups of tokens, which is not supported for this "
-            "model; pass one row in each batch"
+            "attention_mask: rows of this model's batch ask for different groups of tokens; pass one row in each batch"
         )
     if not rows.joined:
         return groups[0]
