@@ -86,8 +86,8 @@ class Attention:
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         if isinstance(plan, Step):
-            asked = {"dropout": dropout, "sliding_window": sliding_window, "others": others}
-            return plan(module, (query, key, value), attention_mask, **asked, options=options), None
+            checks.check_keywords(dropout, others)
+            return plan.of_layer(module, (query, key, value), attention_mask, sliding_window, options), None
         with Plans.of(plan).one.agreement.entering("burst_attention", once=True):
             checks.check_keywords(dropout, others, getattr(module, "config", None))
             checks.check_attend(attend, options)
@@ -99,12 +99,12 @@ class Attention:
         with chosen.agreement.entering("burst_attention", once=True):  # other layers may have other plans
             checks.check_causal(chosen, stated if request is None else [*stated, request.causal])
             checks.check_lengths(query, key, chosen)
-            checks.check_rope(getattr(module, "config", None))
             positions = getattr(plan, "positions", None)
             kept = position_ids is None and type(module).__name__ in KEEP_POSITIONS
             # parallelize may have cut the positions itself, so that the layer can't have others.
             checked = positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
             if not checked:
+                checks.check_rope(getattr(module, "config", None))
                 self._models.check(module, chosen)
                 self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)

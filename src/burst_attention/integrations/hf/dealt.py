@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,37 +35,25 @@ class DealtCache(Cache):
             self.update_recurrent_state(past.state, number)
 
 
+@dataclass(frozen=True)
 class Step:
-    """Stands for the plan in a call whose queries are on every rank; ``attend`` computes a layer's attention.
+    """Stands for the plan in a call whose queries are on every rank.
 
-    Args:
-        attend: a function of (q, keys, values, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which
-            returns [B, Hq, n, Dv].
+    ``attend`` computes a layer's attention, [B, Hq, n, Dv]: a function of (q, keys, values, layer's number, reach or
+    ``UNSTATED``, scale, softcap, sinks).
     """
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        self._attend = attend
+    attend: Callable[..., Tensor]
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        attention_mask: Any,
-        *,
-        dropout: float,
-        sliding_window: Any,
-        others: dict[str, Any],
-        options: dict[str, Any],
+    def of_layer(
+        self, module: torch.nn.Module, qkv: tuple[Tensor, ...], mask: Any, window: Any, options: dict[str, Any]
     ) -> Tensor:
         """Check what the layer asks for, as for a plan; then compute its attention: [B, n, Hq, Dv]."""
-        others.pop("position_ids", None)
-        checks.check_keywords(dropout, others)
-        request = checks.mask_request(attention_mask)
-        reach: Reach | Any = checks.stated_window(sliding_window, request)
+        request = checks.mask_request(mask)
+        reach: Reach | Any = checks.stated_window(window, request)
         if request is not None and request.chunk is not None:
             reach = Chunked(request.chunk)
-        causal = getattr(module, "is_causal", True)
-        if not causal or (request is not None and not request.causal):
+        if not getattr(module, "is_causal", True) or (request is not None and not request.causal):
             raise ValueError(f"is_causal=False of {type(module).__name__}: a cache needs causal attention")
-        out = self._attend(*qkv, getattr(module, "layer_idx", None), reach, **options)
+        out = self.attend(*qkv, getattr(module, "layer_idx", None), reach, **options)
         return out.transpose(1, 2).contiguous()

@@ -295,6 +295,8 @@ class _Context:
         if self.meeting.inner is not None:
             tensor_axis.check_attached(body)
         parts.check_attention_is_ours(body)
+        if self.form is not None:
+            heads.check_untouched(model)
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
 
@@ -458,8 +460,6 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         own = arguments.runs_its_own(model, given)
         parts.check_implementations(model, state.layers)
         state.check_parts(model)
-        if state.form is not None:
-            heads.check_untouched(model)
         rows = _rows(model, given)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
