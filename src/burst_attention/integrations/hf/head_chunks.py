@@ -28,14 +28,10 @@ from .classes import become, revert, stock_class
 from .known import is_tempered
 
 # The projections whose output rows belong to heads: which heads, in order.
-_ROWS = {
-    "q_proj": ("query",),
-    "q_b_proj": ("query",),
-    "k_proj": ("key",),
-    "v_proj": ("key",),
-    "kv_b_proj": ("query",),
+_ROWS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "sinks"), ("query",)),
+    **dict.fromkeys(("k_proj", "v_proj"), ("key",)),
     "qkv_proj": ("query", "key", "key"),
-    "sinks": ("query",),
 }
 _OUTPUT = ("o_proj", "dense", "out_proj")
 _COUNTS = {"query": ("num_heads", "num_attention_heads"), "key": ("num_key_value_heads",)}
@@ -203,35 +199,28 @@ class _Structure:
 
     def _few(self, few: int, length: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call on the first tokens of the first row."""
-        masks = {
-            key: Mask(causal=plan.mask.causal, window=plan.mask.window)
-            for key, plan in Plans.of(kwargs["plan"]).items()
-        }
-        plans = {key: single_rank_plan(few, mask=mask) for key, mask in masks.items()}
-        given = self._of_tokens(slice(0, few), length, kwargs)
-        if "position_embeddings" in given:
-            given["position_embeddings"] = _rows_of(given["position_embeddings"], slice(1), slice(None))
+        masks = ((key, plan.mask) for key, plan in Plans.of(kwargs["plan"]).items())
+        plans = {key: single_rank_plan(few, mask=Mask(causal=x.causal, window=x.window)) for key, x in masks}
+        given = self._of_tokens(slice(0, few), length, kwargs, rows=slice(1))
         if "position_ids" in given:
             given["position_ids"] = torch.arange(few, device=given["position_ids"].device)[None]
         given["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
         return given
 
-    def _of_tokens(self, tokens: slice, length: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _of_tokens(
+        self, tokens: slice, length: int, kwargs: Mapping[str, Any], *, rows: slice = slice(None)
+    ) -> dict[str, Any]:
         """Return the arguments that belong to tokens, for some of the tokens."""
         given: dict[str, Any] = {}
         for name, value in kwargs.items():
-            if name == "position_embeddings":
-                given[name] = _rows_of(value, slice(None), tokens)
+            if name == "position_embeddings":  # cosines and sines, or the complex numbers that hold both
+                alone = isinstance(value, Tensor)
+                given[name] = value[rows, tokens] if alone else tuple(x[rows, tokens] for x in value)
             elif name == "position_ids":
                 given[name] = value[:, tokens]
             elif isinstance(value, Tensor) and length in value.shape:
                 raise self._refusal(f"its forward takes the tensor {name}")
         return given
-
-
-def _rows_of(rotary: Any, rows: slice, tokens: slice) -> Any:
-    """Return some rows and tokens of rotary cosines and sines, or of the complex numbers that hold both."""
-    return rotary[rows, tokens] if isinstance(rotary, Tensor) else tuple(x[rows, tokens] for x in rotary)
 
 
 class _Nothing(nn.Module):

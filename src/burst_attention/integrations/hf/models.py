@@ -118,17 +118,12 @@ def is_causal(body: nn.Module) -> bool:
     if getattr(getattr(body, "config", None), "is_decoder", False):
         for name, causal in stated.items():
             if not causal:
-                raise ValueError(
-                    f"{name} of {type(body).__name__} says is_causal=False, but the configuration is_decoder=True, so "
-                    f"its mask is not certain; {ALONE}"
-                )
+                kind = type(body).__name__
+                raise ValueError(f"{name} of {kind} says is_causal=False, its configuration is_decoder=True; {ALONE}")
     if len({*stated.values()}) < 2:
         return all(stated.values())
     names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
-    raise ValueError(
-        f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not, and one plan has one kind of mask; "
-        f"{ALONE}"
-    )
+    raise ValueError(f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not; {ALONE}")
 
 
 def places_absolutely(model: Any) -> bool:

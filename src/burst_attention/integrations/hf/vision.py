@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,10 +43,8 @@ _ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepsta
 def language_model_of(model: Any) -> Any:
     """Return the language model inside a vision-language model, without its head; None for other models."""
     around, name = _around(model)
-    if around is None:
-        return None
-    inner = getattr(around, name)
-    return body_of(inner) if inner.get_output_embeddings() is not None else inner
+    inner = getattr(around, name, None)
+    return body_of(inner) if inner is not None and inner.get_output_embeddings() is not None else inner
 
 
 def _around(model: Any) -> tuple[Any, str]:
@@ -60,10 +59,8 @@ def _around(model: Any) -> tuple[Any, str]:
 
 
 def _embeddings_of(model: Any) -> Any:
-    try:
+    with suppress(NotImplementedError):
         return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
 
 
 def text_of(model: Any) -> Any:
@@ -96,7 +93,11 @@ def restore(model: Any) -> None:
 def joins_rows(model: Any) -> bool:
     """Return whether rows of a batch may need different masks, so that they have to be one row of documents."""
     around, _ = _around(model)
-    return around is not None and sees_both_ways(around)
+    if around is None:
+        return False
+    code = inspect.unwrap(stock_class(around).forward).__code__
+    tuples = [each for each in code.co_consts if isinstance(each, tuple)]
+    return any(not _BOTH_WAYS.isdisjoint(words) for words in (code.co_names, code.co_consts, *tuples))
 
 
 def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
@@ -158,8 +159,7 @@ def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
     if args or not isinstance(embeds, Tensor) or embeds.shape[:2] != (batch, length):
         raise ValueError(f"inputs_embeds={shown(embeds)} of the language model is not the whole batch's embeddings")
     # [1 or B, S], or [3 or 4, B, S] of rotary positions in time and space.
-    positions = given.get("position_ids", torch.arange(length, device=embeds.device)[None])
-    given["position_ids"] = positions
+    positions = given.setdefault("position_ids", torch.arange(length, device=embeds.device)[None])
     if call.rows.joined:
         given["position_ids"] = positions.expand(*positions.shape[:-2], batch, length).flatten(-2).unsqueeze(-2)
         for name in given.keys() & {"inputs_embeds", *_PER_TOKEN, *_ADDED}:
@@ -169,13 +169,11 @@ def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
 
 def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of the arguments of a language model's forward."""
-    embeds, positions = given.pop("inputs_embeds"), given.pop("position_ids")
-    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(embeds.device)
-    shard = {"inputs_embeds": embeds.index_select(1, at)}
+    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(given["inputs_embeds"].device)
+    names = [name for name in ("inputs_embeds", *_PER_TOKEN) if name in given]
+    shard = {name: given.pop(name).index_select(1, at) for name in names}
+    positions = given.pop("position_ids")
     shard["position_ids"] = positions.index_select(positions.dim() - 1, at.to(positions.device))
-    for name in _PER_TOKEN:
-        if name in given:
-            shard[name] = given.pop(name).index_select(1, at)
     for name, added in _ADDED.items():
         if name in given:
             where = given.pop(name)
@@ -196,13 +194,6 @@ def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
     if isinstance(added, Mapping):
         return {layer: each.index_select(0, rows) for layer, each in added.items()}
     return [each.index_select(0, rows) for each in added]
-
-
-def sees_both_ways(module: Any) -> bool:
-    """Return whether the code of a module's forward may ask for groups of tokens that see each other both ways."""
-    code = inspect.unwrap(stock_class(module).forward).__code__
-    tuples = [each for each in code.co_consts if isinstance(each, tuple)]
-    return any(not _BOTH_WAYS.isdisjoint(words) for words in (code.co_names, code.co_consts, *tuples))
 
 
 def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
@@ -240,11 +231,9 @@ def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
     groups = together.cpu()
     if rows.real is not None:
         groups = torch.where(rows.real.cpu(), groups, -1)
-    if not rows.joined and not (groups == groups[:1]).all():
-        raise ValueError(
-            "attention_mask: rows of this model's batch ask for different groups of tokens; pass one row in each batch"
-        )
     if not rows.joined:
+        if not (groups == groups[:1]).all():
+            raise ValueError("attention_mask: rows of a batch ask for different groups of tokens; pass one row each")
         return groups[0]
     first = torch.arange(len(groups))[:, None] * (groups.max() + 1)  # models number the groups of each row from 0
     return torch.where(groups < 0, groups, groups + first).flatten()
