@@ -33,9 +33,7 @@ def register() -> None:
     if registered is None:
         AttentionInterface.register(NAME, Attention())
     elif not isinstance(registered, Attention):
-        raise ValueError(
-            f"the attention name {NAME!r} is taken: transformers has {registered!r} under it; don't register that one"
-        )
+        raise ValueError(f"the attention name {NAME!r} is taken by {registered!r}; don't register that one")
     # Without a mask function transformers silently drops a padding mask.
     if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(NAME, _request_mask)

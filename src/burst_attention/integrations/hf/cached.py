@@ -291,15 +291,11 @@ def _check_model(model: Any) -> None:
     if state.form is None or not stub_forward.has_stock_forward(model):
         raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
-        raise ValueError(
-            f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache takes all heads; use 1"
-        )
+        raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
     converted.check_cached(text)
     by_states = any(known.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
     if state.absolute and not by_states:
-        raise ValueError(
-            f"past_key_values: {kind} has no rotary positions, which a cache over ranks needs; use a model that has"
-        )
+        raise ValueError(f"past_key_values: {kind} has no rotary positions, which a cache needs; use another")
 
 
 def _check_keywords(given: Mapping[str, Any]) -> None:
@@ -385,7 +381,7 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={what} is refused: {_OTHER_MODE}")
     if settings.cache_implementation is not None:
         raise ValueError(
-            f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is a cache; omit it"
+            f"cache_implementation={settings.cache_implementation!r} is refused: a cache is given; omit it"
         )
     _check_clocks(settings, given)
     if settings.prefill_chunk_size is not None:

@@ -105,14 +105,10 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
     shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
-        raise ValueError(
-            f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask"
-        )
+        raise ValueError(f"plan has plans of other (seqlen, layout, world, rank) {sorted(shapes)}; use with_mask")
     if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
-        raise ValueError(
-            f"plan has masks of different documents, prefixes or blocks ({listed}); let only their windows differ"
-        )
+        raise ValueError(f"plan has masks of different documents, prefixes or blocks ({listed}); vary windows alone")
 
 
 def mask_request(attention_mask: Any) -> MaskRequest | None:
@@ -139,9 +135,7 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
         return asked
-    raise ValueError(
-        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make both equal"
-    )
+    raise ValueError(f"sliding_window={sliding_window} of the layer is not its mask's window {asked}; make both equal")
 
 
 def dropouts_of(config: Any) -> str:

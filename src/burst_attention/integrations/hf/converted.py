@@ -27,7 +27,7 @@ from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks, known
-from .checks import ALONE, ATTRIBUTE, plans_of
+from .checks import ALONE, ATTRIBUTE, SHARD, plans_of
 from .classes import Converted, become, revert, stock_class
 from .dealt import DealtCache, Step
 from .own_attention import OwnAttention
@@ -76,9 +76,7 @@ def check_cached(body: nn.Module) -> None:
     for name, module in body.named_modules():
         found, kind = known.mechanism(module), type(module).__name__
         if found is not None and found not in _CACHED:
-            raise ValueError(
-                f"past_key_values: {name} ({kind}, {found}) has a state that no such cache has; leave it out"
-            )
+            raise ValueError(f"past_key_values: {name} ({kind}, {found}) has a state that no cache has; leave it out")
         if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
             raise ValueError(
                 f"past_key_values: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
@@ -306,7 +304,7 @@ def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str,
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if hidden.shape[1] != length:
         raise ValueError(
-            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; {checks.SHARD}"
+            f"input_ids has {hidden.shape[1]} tokens, the plan {length} of {seqlen} for this rank; {SHARD}"
         )
     for name in _CACHES:
         if kwargs.get(name) is not None:

@@ -50,9 +50,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
     text = config.get_text_config(decoder=True)
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):
-            raise ValueError(
-                f"{name}={getattr(text, name)} of the configuration: dropout in attention is refused; set {name}=0.0"
-            )
+            raise ValueError(f"{name}={getattr(text, name)} of the configuration is not supported; set {name}=0.0")
     window = getattr(text, "sliding_window", None)
     used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
     if used and window is not None and window < 1:
@@ -66,7 +64,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         except Exception as error:
             raise ValueError(
-                f"transformers can't build a model of config.json ({type(error).__name__}: {error}); correct it"
+                f"transformers can't build it ({type(error).__name__}: {error}); correct config.json"
             ) from error
         model.train(training)
         converted.check_layout(model, layout)

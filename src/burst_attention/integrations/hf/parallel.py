@@ -199,9 +199,7 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
             "first, then wrap it by DDP, FSDP or torch.compile"
         )
     if isinstance(base, _Parallel):
-        raise ValueError(
-            f"model is parallelized over {base._burst.plans.base.world} ranks already; call hf.parallelize once"
-        )
+        raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; parallelize once")
     own = vars(base).get("forward")
     # TRL's fused head computes what ours does; accelerate sets the class's own forward when it removes its autocast.
     if own is not None and not (stub_forward.is_of_class(base, own) or stub_forward.is_fused_by_trl(base, own)):

@@ -72,9 +72,7 @@ def token_wise(treats: _Declared) -> _Declared:
     """
     if isinstance(treats, type):
         if not issubclass(treats, nn.Module) or "forward" not in vars(treats):
-            raise TypeError(
-                f"token_wise({treats.__name__}): it is no nn.Module class that defines forward; pass one that does"
-            )
+            raise TypeError(f"token_wise({treats.__name__}): pass an nn.Module class that defines forward")
         setattr(treats, _DECLARED, True)
         return treats
     if not callable(treats):
@@ -162,9 +160,7 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
                     "register hf.token_wise(hook) instead"
                 )
             if origin_of(hook) == "transformers.integrations.neftune":
-                raise ValueError(
-                    f"{_shown(name, module)} adds noise by its shard's length; set neftune_noise_alpha to None"
-                )
+                raise ValueError(f"{_shown(name, module)} scales NEFTune noise by shard; set neftune_noise_alpha=None")
 
 
 def hooks_of(module: nn.Module) -> Iterable[Any]:

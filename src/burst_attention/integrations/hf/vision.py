@@ -206,14 +206,12 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
     for kind, each in asked.items():  # padding is behind the tokens, where no token sees it
         asked[kind] = replace(each, foreign=tuple(part for part in each.foreign if part != PADDING))
     groups: dict[Reach, torch.Tensor | None] = {}
-    for kind, each in asked.items():
+    for each in asked.values():
         reach = each.window if each.chunk is None else Chunked(each.chunk)
         together = None if each.together is None else _numbers(each.together, rows)
         known = groups.setdefault(reach, together)
         if known is not together and (known is None or together is None or not torch.equal(known, together)):
-            raise ValueError(
-                f"attention_mask: layers ({kind} too) of one window {reach} ask for different groups; use one rank"
-            )
+            raise ValueError(f"attention_mask: layers of one window {reach} ask for different groups; use one rank")
     made: dict[Reach, Plan] = dict(plans)
     for reach, together in groups.items():
         if together is not None and reach in made:
