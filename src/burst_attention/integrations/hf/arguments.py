@@ -85,7 +85,7 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
             raise ValueError("inputs_embeds are refused: a vision-language model merges images in; pass input_ids")
         if wanted_states(model, given) is not False:
             raise ValueError(
-                f"output_hidden_states is refused: {type(model).__name__} shards its language model alone; leave it out"
+                f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of it; leave it out"
             )
     _check_logits(model, given)
 
@@ -118,7 +118,7 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         return found
     if "inputs_embeds" in given:
         raise ValueError(
-            f"inputs_embeds are refused: {type(model).__name__} counts positions by token ids; pass position_ids too"
+            f"inputs_embeds without position_ids are refused: {type(model).__name__} counts token ids; pass both"
         )
     if not isinstance(ids, torch.Tensor):
         return found

@@ -19,7 +19,6 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of, weight_samples
-from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Meeting
 
 from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
@@ -130,14 +129,7 @@ def _settings(model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the model on new tokens after those of its cache.
-
-    Args:
-        args, kwargs: the call's arguments, ``past_key_values`` among ``kwargs``.
-
-    Returns:
-        ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
-    """
+    """Return logits [B, logits_to_keep, V] of new tokens after those of a cache, equal bits on all ranks."""
     call, logits = _agreed(model, args, kwargs), torch.empty(0)
     count = call.ids.shape[1]
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -176,34 +168,6 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
         state.fit = fit if state.keeps_fit else None
     past = cache.get_seq_length()
     ids = _prompt(fit.limits, given.get("input_ids"), given, past)
-    call = _call_of(given, fit, ids, past)
-    cache.check_batch(call.padding)
-    cache.move(ids.device)
-    _check_positions(call, given.get("position_ids"))
-    return call
-
-
-def _fit(model: Any, cache: Any) -> Fit:
-    """Check that the model can fill the cache."""
-    state = model._burst
-    if torch.is_autocast_enabled(model.device.type):
-        raise ValueError("autocast is on: a cache over ranks needs one dtype; load the model with dtype=torch.bfloat16")
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
-    state.check_parts(model)
-    _check_model(model)
-    cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
-    body = vision.text_of(model)
-    return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
-
-
-def _limits(model: Any) -> tuple[int | None, int | None]:
-    """Return how many tokens the model's vocabulary has, and how many positions it can have."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return getattr(model.get_input_embeddings(), "num_embeddings", None), most
-
-
-def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _CachedCall:
     mask, (rows, count) = _padding_mask(given, past, ids), ids.shape
     padding = torch.zeros(rows, dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
     if count == 1 and mask is None:
@@ -211,7 +175,38 @@ def _call_of(given: Mapping[str, Any], fit: Fit, ids: Tensor, past: int) -> _Cac
     else:
         places = torch.arange(past, past + count, device="cpu").expand(rows, -1)
         places = (places if mask is None else places - padding[:, None]).to(ids.device)
-    return _CachedCall(fit, fit.cache, ids, mask, padding, places, past, _kept(given, count))
+    cache.check_batch(padding)
+    cache.move(ids.device)
+    _check_positions(places, given.get("position_ids"))
+    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(given, count))
+
+
+def _fit(model: Any, cache: Any) -> Fit:
+    """Check that the model can fill the cache: it may need no more than its keys, values and states."""
+    state, kind, body = model._burst, type(model).__name__, vision.text_of(model)
+    if torch.is_autocast_enabled(model.device.type):
+        raise ValueError("autocast is on: a cache over ranks needs one dtype; load the model with dtype=torch.bfloat16")
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
+    state.check_parts(model)
+    if vision.language_model_of(model) is not None:
+        raise ValueError(f"past_key_values: {kind} is a vision-language model, which has no cache over ranks yet")
+    if state.form is None or not stub_forward.has_stock_forward(model):
+        raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
+    if state.memory.attention_chunks > 1:
+        raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
+    converted.check_cached(body)
+    by_states = any(known.mixers_of(body)) and not models.embeds_positions(model)  # nothing else knows positions
+    if state.absolute and not by_states:
+        raise ValueError(f"past_key_values: {kind} has no rotary positions, which a cache needs; use another")
+    cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
+    return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
+
+
+def _limits(model: Any) -> tuple[int | None, int | None]:
+    """Return how many tokens the model's vocabulary has, and how many positions it can have."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return getattr(model.get_input_embeddings(), "num_embeddings", None), most
 
 
 def _prefill(model: Any, call: _CachedCall, count: int) -> int:
@@ -230,23 +225,16 @@ def _prefill(model: Any, call: _CachedCall, count: int) -> int:
 
 def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop: int) -> None:
     """Run the body on this rank's shard of the tokens ``ids[:, start:stop]``, for its keys and values alone."""
-    first = call.past + start
-    known = model._burst.plans
-    plans = _later_plans(known.base, call.cache, stop - start) if first else known.get(stop, None)
-    plan = plans.one
-    positions = plan.positions.to(ids.device).repeat(len(ids), 1)
-    plans = Plans(plans, positions=positions)
-    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]):
-        _run(call.fit, plan.shard(ids[:, start:stop], 1), positions, plans)
-
-
-def _later_plans(base: Plan, cache: Any, count: int) -> Plans:
-    """Return plans of ``count`` tokens that follow those of the cache, one for each reach of its layers."""
-    first, plans = cache.get_seq_length(), {}
-    for reach, held in cache.stretches().items():
-        mask = mask_of(reach, first + count, None)
-        plans[reach] = base.following(count, first=first, mask=mask, held=held)
-    return Plans(plans)
+    cache, known, count = call.cache, model._burst.plans, stop - start
+    if call.past + start:  # the tokens follow those of the cache; one plan for each reach of its layers
+        first, held = cache.get_seq_length(), cache.stretches()
+        masks = {reach: mask_of(reach, first + count, None) for reach in held}
+        plans = Plans({x: known.base.following(count, first=first, mask=masks[x], held=held[x]) for x in held})
+    else:
+        plans = known.get(stop, None)
+    positions = plans.one.positions.to(ids.device).repeat(len(ids), 1)
+    with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
+        _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, Plans(plans, positions=positions))
 
 
 def _stops(done: int, count: int) -> list[int]:
@@ -280,22 +268,6 @@ def is_running() -> bool:
     while frame is not None and frame.f_code is not _run.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _check_model(model: Any) -> None:
-    """Refuse a model with parts that need more than its keys, values and states."""
-    kind, state = type(model).__name__, model._burst
-    text = vision.text_of(model)
-    if vision.language_model_of(model) is not None:
-        raise ValueError(f"past_key_values: {kind} is a vision-language model, which has no cache over ranks yet")
-    if state.form is None or not stub_forward.has_stock_forward(model):
-        raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
-    if state.memory.attention_chunks > 1:
-        raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
-    converted.check_cached(text)
-    by_states = any(known.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
-    if state.absolute and not by_states:
-        raise ValueError(f"past_key_values: {kind} has no rotary positions, which a cache needs; use another")
 
 
 def _check_keywords(given: Mapping[str, Any]) -> None:
@@ -362,10 +334,9 @@ def _padding_mask(given: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | 
     return mask
 
 
-def _check_positions(call: _CachedCall, positions: Any) -> None:
+def _check_positions(right: Tensor, positions: Any) -> None:
     if positions is None:
         return
-    right = call.places
     if isinstance(positions, Tensor) and positions.dtype == right.dtype and torch.equal(positions, right):
         return  # one operator, for each token
     fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]

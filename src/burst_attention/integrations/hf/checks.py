@@ -67,7 +67,7 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
     """Return the plan for a layer's window or chunk; ``UNSTATED`` stands for a layer that doesn't state one."""
     if chunk is not None:
         if not isinstance(plan, Mapping) or Chunked(chunk) not in plan:
-            raise ValueError(f"attention_chunk_size={chunk} of the layer has no plan in the call; use hf.parallelize")
+            raise ValueError(f"attention_chunk_size={chunk} of the layer has no plan among the call's; parallelize")
         found: Plan = plan[Chunked(chunk)]
         return found
     if isinstance(plan, Mapping):

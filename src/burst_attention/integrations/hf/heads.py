@@ -215,7 +215,7 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
     if not isinstance(logits, Tensor) or logits.shape != product.shape or logits.dtype not in _DTYPES:
         what = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"{kind} returns {what}, not fp32 or fp64 logits, for a head product {list(product.shape)}; {_NO_LOSS}"
+            f"{kind} returns {what} for a head product {list(product.shape)}, not its fp32 or fp64 logits; {_NO_LOSS}"
         )
     made = logits.cpu().double()
     rounding = 16 * torch.finfo(logits.dtype).eps

@@ -160,7 +160,9 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
                     "register hf.token_wise(hook) instead"
                 )
             if origin_of(hook) == "transformers.integrations.neftune":
-                raise ValueError(f"{_shown(name, module)} scales NEFTune noise by shard; set neftune_noise_alpha=None")
+                raise ValueError(
+                    f"{_shown(name, module)} adds the noise of NEFTune by shard; set neftune_noise_alpha=None"
+                )
 
 
 def hooks_of(module: nn.Module) -> Iterable[Any]:
