@@ -263,6 +263,7 @@ class _Context:
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
+    takers: list[Any] = field(default_factory=list, init=False)  # modules that get plans other than by keywords
     fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
     keeps_fit: bool = field(default=False, init=False)
     warned: bool = field(default=False, init=False)  # of a batch without labels
@@ -295,7 +296,7 @@ class _Context:
         parts.check_attention_is_ours(body)
         if self.form is not None:
             heads.check_untouched(model)
-        self.tables = arguments.tables_of(body)
+        self.tables, self.takers = arguments.tables_of(body), converted.takers_of(body)
         self.right = parts.Watched(model)
 
     def warn_of_labels(self, model: Any, rows: BatchRows) -> None:
@@ -408,8 +409,8 @@ def _body(model: Any, call: Call) -> Any:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
     given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
     asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
-    body = vision.text_of(model)
-    with converted.running(body, plans):
+    with converted.handing(model._burst.takers, plans):
+        body = vision.text_of(model)
         return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
