@@ -105,7 +105,7 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
     shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
-        raise ValueError(f"plan has plans of other (seqlen, layout, world, rank) {sorted(shapes)}; use with_mask")
+        raise ValueError(f"plan has different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask")
     if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(f"plan has masks of different documents, prefixes or blocks ({listed}); vary windows alone")
@@ -135,7 +135,9 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
         return asked
-    raise ValueError(f"sliding_window={sliding_window} of the layer is not its mask's window {asked}; make both equal")
+    raise ValueError(
+        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
+    )
 
 
 def dropouts_of(config: Any) -> str:

@@ -76,7 +76,9 @@ def check_cached(body: nn.Module) -> None:
     for name, module in body.named_modules():
         found, kind = known.mechanism(module), type(module).__name__
         if found is not None and found not in _CACHED:
-            raise ValueError(f"past_key_values: {name} ({kind}, {found}) has a state that no cache has; leave it out")
+            raise ValueError(
+                f"past_key_values: {name} ({kind}, {found}) has a state that no cache over ranks holds; leave it out"
+            )
         if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
             raise ValueError(
                 f"past_key_values: {name} ({kind}) has a custom attention or counts positions, which has no cache over "

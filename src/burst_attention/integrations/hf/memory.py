@@ -62,7 +62,7 @@ class Memory:
                 raise ValueError(f"offload={self.offload!r} keeps inputs of recomputed layers; add recompute='layer'")
         if self.attention_chunks > 1 and self.recompute == "keep-attention":
             raise ValueError(
-                f"recompute='keep-attention' takes no attention_chunks={self.attention_chunks}; use 'layer'"
+                f"recompute='keep-attention' takes no attention_chunks={self.attention_chunks}; use recompute='layer'"
             )
 
     def apply(self, body: nn.Module) -> None:

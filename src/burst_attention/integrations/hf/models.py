@@ -117,7 +117,9 @@ def is_causal(body: nn.Module) -> bool:
         for name, causal in stated.items():
             if not causal:
                 kind = type(body).__name__
-                raise ValueError(f"{name} of {kind} says is_causal=False, its configuration is_decoder=True; {ALONE}")
+                raise ValueError(
+                    f"{name} of {kind} says is_causal=False, but the configuration is_decoder=True; {ALONE}"
+                )
     if len({*stated.values()}) < 2:
         return all(stated.values())
     names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
