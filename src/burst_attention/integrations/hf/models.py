@@ -66,12 +66,18 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
             raise ValueError(
                 f"transformers can't build it ({type(error).__name__}: {error}); correct config.json"
             ) from error
-        model.train(training)
-        converted.check_layout(model, layout)
-        check_layers(model.config.get_text_config(decoder=True))  # its class may turn a decoder into a causal model
-        parts.check_structure(model)
-        parts.check_random(model, dropout=False)
+        check_parts(model.train(training), model, layout)
         is_causal(stub_forward.body_of(model))
+
+
+def check_parts(model: Any, body: Any, layout: str) -> None:
+    """Refuse a model that can't run on shards; ``body``: the part that runs there. Dropout may still be turned off."""
+    converted.check_layout(model, layout)
+    text = model.config.get_text_config(decoder=True)  # its class may have turned a decoder into a causal model
+    check_layers(text)
+    check_rope(text)
+    parts.check_structure(body)
+    parts.check_random(model, body, dropout=False)
 
 
 def check_layers(config: Any) -> None:

@@ -35,7 +35,6 @@ from burst_attention.plan.strategy import Strategy
 from . import arguments, cached, converted, heads, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
 from .batch import IGNORED, BatchRows, rows_of
-from .checks import check_rope
 from .dealt import DealtCache
 from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, around
@@ -208,18 +207,11 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
             "be lost; parallelize the model before you replace its forward"
         )
     tensor_axis.check_cut(base)
-    text, body = base.config.get_text_config(decoder=True), vision.text_of(base)
     if plan.world > 1:
-        converted.check_layout(base, plan.layout)
-        models.check_layers(text)
-        check_rope(text)
-        parts.check_structure(body)
-    _is_causal(base)  # raises if layers differ
-    form = _form_of(base)
-    if plan.world > 1:
+        models.check_parts(base, vision.text_of(base), plan.layout)
         parts.check_hooks(base, root=False)
-        parts.check_random(base, body, dropout=False)
-    return form
+    _is_causal(base)  # raises if layers differ
+    return _form_of(base)
 
 
 def _is_causal(model: Any) -> bool:
