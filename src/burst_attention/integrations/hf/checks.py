@@ -105,7 +105,9 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
     shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
-        raise ValueError(f"plan has different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask")
+        raise ValueError(
+            f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask"
+        )
     if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(f"plan has masks of different documents, prefixes or blocks ({listed}); vary windows alone")
@@ -196,7 +198,8 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
         )
     if key.shape[2] != plan.key_length:
         raise ValueError(
-            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, without a cache"
+            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
+            "supported. Pass use_cache=False"
         )
 
 
