@@ -91,7 +91,6 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
-    """Refuse requests for logits that can't be served."""
     if given.get("logits", "gather") != "gather":
         raise ValueError(f"logits={shown(given['logits'])} is unknown; pass logits='gather', or leave it out")
     keep = given.get("logits_to_keep", 0)

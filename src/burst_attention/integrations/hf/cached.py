@@ -141,7 +141,6 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _CachedCall:
-    """Return the call after this rank's checks and the agreement of all."""
     meeting = model._burst.meeting
     if meeting.alone:
         return _checked(model, args, kwargs)
@@ -368,7 +367,6 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_clocks(settings: Any, given: Mapping[str, Any]) -> None:
-    """Refuse a limit of time."""
     clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
     if settings.max_time is not None or clocks:
         raise ValueError(

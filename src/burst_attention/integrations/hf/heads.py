@@ -80,7 +80,7 @@ def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
 
 def find_linear(model: Any) -> nn.Linear:
     """Return the module of a model's head."""
-    return cast("nn.Linear", _linear_of(_owner(base_of(model)))[1])
+    return cast("nn.Linear", _linear_of(base_of(model))[2])
 
 
 def for_head(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -101,8 +101,7 @@ def find_form(model: nn.Module) -> LogitForm:
     """
     model = base_of(model)
     check_untouched(model)
-    owner = _owner(model)
-    name, head = _linear_of(owner)
+    owner, name, head = _linear_of(model)
     product = _probe(head.weight.shape[0])
     logits, scale = _logits_of(owner, name, head, product)
     if owner is not model:
@@ -115,13 +114,6 @@ def base_of(model: Any) -> Any:
     """Return the model inside of a PEFT model; other models themselves."""
     adapted = not isinstance(model, PreTrainedModel) and hasattr(type(model), "get_base_model")
     return model.get_base_model() if adapted else model
-
-
-def _owner(model: Any) -> Any:
-    """Return the module with the head among its children: the model, or the language model inside of it."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)] if head is not None else []
-    return next((child for child in inner if child.get_output_embeddings() is head), model)
 
 
 def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
@@ -144,7 +136,7 @@ def is_nested(model: Any) -> bool:
 
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
-    name, head = _linear_of(_owner(model))
+    _, name, head = _linear_of(model)
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
@@ -153,13 +145,14 @@ def check_untouched(model: nn.Module) -> None:
         raise TypeError(f"model's {name} has a {what}, which may change the logits; remove it to train over shards")
 
 
-def _linear_of(model: Any) -> tuple[str, Any]:
-    """Return the head's attribute name and its module."""
-    kind, find = type(model).__name__, getattr(model, "get_output_embeddings", None)
-    head: Any = find() if isinstance(model, nn.Module) and callable(find) else None
-    children = dict(model.named_children()) if head is not None else {}
-    name = next((name for name, child in children.items() if child is head), None)
-    if name is None or not body_name(model):
+def _linear_of(model: Any) -> tuple[Any, str, Any]:
+    """Return the module with the head among its children (the model, or one inside), the head's name, and the head."""
+    head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    inner = [each for each in model.children() if isinstance(each, PreTrainedModel)] if head is not None else []
+    owner = next((each for each in inner if each.get_output_embeddings() is head), model)
+    kind, children = type(owner).__name__, owner.named_children() if head is not None else ()
+    name = next((name for name, child in children if child is head), None)
+    if name is None or not body_name(owner):
         raise TypeError(
             f"model is a {kind}, and its body or its head is not among its modules; load it by AutoModelForCausalLM "
             "(or another class with a head), and pass that model, or a PEFT model of it, before DDP or FSDP wraps it"
@@ -169,7 +162,7 @@ def _linear_of(model: Any) -> tuple[str, Any]:
             f"model's {name} is a {type(head).__name__}, not a plain linear layer, so its weight does not define the "
             f"logits; give {kind} a linear head, or merge the adapter into it"
         )
-    return name, head
+    return owner, name, head
 
 
 def _probe(vocabulary: int) -> Tensor:

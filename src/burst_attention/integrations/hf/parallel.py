@@ -434,7 +434,6 @@ def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _rows(model: Any, given: Mapping[str, Any]) -> BatchRows:
-    """Return a batch's rows."""
     plans = model._burst.plans
     batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
     kinds = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
