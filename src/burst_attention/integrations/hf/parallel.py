@@ -144,24 +144,26 @@ def parallelize(
     if cut is not None and cut.by_context:
         cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
     register()
-    own, causal = body.config._attn_implementation, _is_causal(base)
+    _convert(base, plan, meeting=meeting, form=form, gradients=gradients, temperature=temperature, memory=memory)
+    return model
+
+
+def _convert(base: Any, plan: Plan, **state: Any) -> None:
+    """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
+    body, causal = vision.text_of(base), _is_causal(base)
+    own = body.config._attn_implementation
     _switch(base, parts.NAME)
     base._burst = _Context(
         PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True), causal=causal), causal=causal),
-        meeting,
-        form,
-        gradients,
-        temperature,
-        memory,
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
         absolute=models.places_absolutely(base),
+        **state,
     )
     converted.convert(body)
     vision.convert(base)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
-    return model
 
 
 def unparallelize(model: Model) -> Model:
