@@ -47,6 +47,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the interpreter's end all is collected again: some extensions report what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
     """``pools(world)``: the pool of that size."""
