@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -139,12 +138,6 @@ def test_a_run_goes_on_over_other_ranks_layouts_strategies_and_groups(pools, cor
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
-def test_another_run_is_not_gone_on_with(pools, corpus, tmp_path, interrupted):
-    config = config_of(corpus, interrupted, steps=STEPS, global_batch=2, resume="newest", seq_len=96)
-    with pytest.raises(WorkerError, match=r"--seq-len 96 differs from the checkpoint .*, which has 97"):
-        pools(2).run(train, config)
-
-
 @pytest.fixture(scope="module")
 def interrupted(pools, corpus, tmp_path_factory):
     """A run over two ranks that was asked to stop after its second step, and saved after both."""
@@ -208,24 +201,3 @@ def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
     now[0] = 7.5
     assert requests.asked(reserve=3.0) and not requests.asked(reserve=1.0)
     assert not StopRequests(None).asked(reserve=1e9)
-
-
-def train_without_room(config):
-    """Keep rank 0 from writing files over 50 kB until step 3; return the reported notes and the checkpoints."""
-
-    def full(record):
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if record.step < 3 else most, most))
-
-    reporter = Reporter(full)
-    train(config, [reporter])
-    return reporter.notes, sorted(path.name for path in (Path(config.run.out) / "checkpoints").iterdir())
-
-
-def test_a_save_that_fails_is_reported_and_training_goes_on(pools, corpus, tmp_path):
-    config = config_of(corpus, tmp_path / "run", steps=5, save_every="2")
-    (notes, kept), _ = pools(2).run(train_without_room, config)
-    notes = [note for note in notes if "Training waits" not in note]  # as it may, where the disk is slow
-    assert len(notes) == 1 and "the checkpoint after step 2 could not be written: rank 0: File too large" in notes[0]
-    assert kept == ["step-00000004", "step-00000005"], "nothing half is left"
-    assert len(losses(tmp_path / "run")) == 5
