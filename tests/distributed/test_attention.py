@@ -492,9 +492,7 @@ def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int
         (256, 32, 32, "blocks", 0.015),  # the fewest bytes, though not the least time
     ],
 )
-def test_bytes_of_many_ranks_by_the_plans_own_count(
-    world: int, q_heads: int, kv_heads: int, circulate: str, share: float
-) -> None:
+def test_bytes_of_many_ranks_by_the_plans_own_count(world, q_heads, kv_heads, circulate, share):
     slow = replace(preset("cpu+ethernet-25g"), across=Link(latency=0.0, bytes_per_second=1e5))
     options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "world": world, "ulysses_degree": "auto"}
     schedule = make_schedule(128 * world, **options, planner=Planner(slow, tuple(range(world))))

@@ -27,9 +27,7 @@ from burst_attention.testing import local_world
 SEQLEN = 24
 
 
-def tensors(
-    plan, *, heads=2, kv_heads=None, dim=8, value_dim=None, batch=1, dtype=torch.float32, grad="qkv"
-) -> list[torch.Tensor]:
+def tensors(plan, *, heads=2, kv_heads=None, dim=8, value_dim=None, batch=1, dtype=torch.float32, grad="qkv"):
     shapes = {"q": (heads, dim), "k": (kv_heads or heads, dim), "v": (kv_heads or heads, value_dim or dim)}
     return [torch.randn(batch, h, plan.length, d, dtype=dtype, requires_grad=n in grad) for n, (h, d) in shapes.items()]
 

@@ -77,9 +77,7 @@ WHOLE = {"ulysses_degree": 1}
         (4, "striped", "direct", "query", DOCUMENTS, {"ulysses_degree": 2, "cache_qkv": False}),
     ],
 )
-def test_live_memory_is_as_predicted(
-    pools: Any, world: int, layout: str, route: str, circulate: str, mask, cut
-) -> None:
+def test_live_memory_is_as_predicted(pools, world, layout, route, circulate, mask, cut):
     # A CPU's tensors share index arrays with numpy, which are counted. With head groups there are more of them.
     near = 0.01 if cut is WHOLE else 0.04
     for reported in pools(world).run(functools.partial(live_and_predicted, **cut), layout, route, circulate, mask):

@@ -67,9 +67,7 @@ def operators_of(strategy: str, world: int, heads: int, dtype: torch.dtype = tor
 
 
 @pytest.mark.parametrize(("strategy", "world"), MOST)
-def test_a_call_has_few_operators_and_reads_no_value(
-    strategy: str, world: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_has_few_operators_and_reads_no_value(strategy, world, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     for heads in (16, 32):  # the limits hold for any number of heads
         for counts, most in zip(operators_of(strategy, world, heads), MOST[strategy, world], strict=True):
@@ -104,9 +102,7 @@ def counted(group: Any, started: Counter[tuple[int, str]], mask: Mask, cut: dict
     ],
     ids=["auto", "chunks, all seen"],
 )
-def test_a_step_starts_one_program_forward_and_two_backward(
-    mask: Mask, cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_starts_one_program_forward_and_two_backward(mask, cut, monkeypatch):
     started: Counter[tuple[int, str]] = Counter()
     for name in ("run_forward", "run_backward"):
         run = getattr(kernel_module.Triton, name)

@@ -27,9 +27,7 @@ TINY = {
 
 @pytest.mark.parametrize("program", TINY)
 @pytest.mark.long
-def test_each_measurement_writes_its_rows(
-    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_measurement_writes_its_rows(program, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(longest, "CASES", [longest.CASES[3], longest.CASES[-1]])
     out = tmp_path / "figures.json"
     import_module(f"burst_bench.{PROGRAMS[program]}").main([*TINY[program].split(), "--json", str(out)])

@@ -66,9 +66,7 @@ def test_a_wrong_result_gets_no_time() -> None:
 
 
 @pytest.mark.long
-def test_what_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
     """And ours is compared with PyTorch in one process all the same."""
     real = importlib.util.find_spec
     missing = ("ring_flash_attn", "yunchang")

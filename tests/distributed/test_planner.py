@@ -126,9 +126,7 @@ def test_ranks_that_choose_differently_are_named(monkeypatch: pytest.MonkeyPatch
         ranks.run(plan)
 
 
-def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def guessed(group: Any, rates: str | None) -> bool:

@@ -106,9 +106,7 @@ def over_ranks(model: Any, batch: dict[str, torch.Tensor], group: Any, reduction
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def worst_of(
-    model: Any, batch: dict[str, torch.Tensor], world: int, *, prepare: Any = None
-) -> tuple[float, float, str]:
+def worst_of(model, batch, world, *, prepare=None):
     """(relative difference of the losses, of the worst gradient, and its name) of ranks and one process."""
     loss, gradients = one_process(model, batch)
     reduction = "mean" if world == 3 else "sum"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -15,13 +14,12 @@ from burst_attention.plan.build import Builder
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.demand import PassSpec
 from burst_attention.plan.groups import WHOLE, Groups
-from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Program
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
-from burst_attention.plan.tile import Tiles, segment_tiles
+from burst_attention.plan.tile import segment_tiles
 from burst_attention.planner.planner import Planner, traffic_model_of
 
 
@@ -48,25 +46,14 @@ class Planned:
         return Planned(self.planner, replace(self.schedule, **changes))
 
 
-def make_schedule(
-    seqlen: int,
-    *,
-    mask: Mask,
-    rank: int = 0,
-    world: int,
-    planner: Planner | None = None,
-    ulysses_degree: Any = 1,
-    **strategy: Any,
-) -> Planned:
+def make_schedule(seqlen, *, mask, rank=0, world, planner=None, ulysses_degree=1, **strategy):
     """Plan as ``make_plan`` does, without a group; heads stay whole unless asked."""
     planner = planner or Planner()
     asked = Strategy(ulysses_degree=ulysses_degree, **strategy)
     return Planned(planner, planner.choose(seqlen, mask=mask, strategy=asked, rank=rank, world=world))
 
 
-def pair_tiles(
-    queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
-) -> dict[tuple[int, int], Tiles]:
+def pair_tiles(queries, keys, regions, q_owners, k_owners):
     """Return the tiles of all pairs of these owners that have any."""
     return segment_tiles(queries.table(q_owners), keys.table(k_owners), regions)
 

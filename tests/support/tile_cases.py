@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from burst_attention.kernels.contract import BackwardInputs, Kernel, finite_lse
 from burst_attention.kernels.reference import Reference
@@ -39,17 +38,7 @@ LARGE: dict[str, Table] = {
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def inputs(
-    rows: int,
-    columns: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    heads: tuple[int, int] = (4, 2),
-    batch: int = 2,
-    device: str = "cpu",
-) -> list[Tensor]:
+def inputs(rows, columns, dim, value_dim, dtype=torch.float32, *, heads=(4, 2), batch=2, device="cpu"):
     """q, k, v, dout: [B, S, H, D] in memory, as models have it."""
     make = torch.Generator().manual_seed(0)
     shapes = (

@@ -255,9 +255,7 @@ def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
     return Plans.by_windows(full, [None, WINDOW, *(each for each in reaches if isinstance(each, Chunked))], None)
 
 
-def _compared(
-    model_type: str, alone: Any, expected: Any, models: list[Any], loss: float, logits: torch.Tensor
-) -> Verdict:
+def _compared(model_type, alone, expected, models, loss, logits):
     """Compare the loss, the logits and the gradient of each parameter with those of one process."""
     off = max(abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach()))
     gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
@@ -459,9 +457,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[-1].strip()[:160] if text else ''}"
 
 
-def _noting(
-    windows: set[int | None], mechanisms: set[str], q: Any, k: Any, v: Any, plan: Any, **options: Any
-) -> torch.Tensor:
+def _noting(windows, mechanisms, q, k, v, plan, **options):
     windows.add(plan.mask.window)
     mechanisms |= {name for key, name in (("softcap", "soft cap"), ("sinks", "sinks")) if key in options}
     return burst_attention(q, k, v, plan, **options)

@@ -44,9 +44,7 @@ def test_an_unknown_measurement_is_answered_with_those_that_exist(capsys: pytest
         ("plan", "transformers", "pip install 'burst-attention[hf]'"),
     ],
 )
-def test_a_command_says_in_one_line_what_to_install(
-    command: str, missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_says_in_one_line_what_to_install(command, missing, remedy, monkeypatch, capsys):
     for name in [*sys.modules]:
         if name.startswith(("burst_train", "burst_bench")):
             monkeypatch.delitem(sys.modules, name)

@@ -57,9 +57,7 @@ WAYS = [
 MASKS = [Mask(), Mask(window=100), Mask(cu_seqlens=(0, 300, 517, 1000))]
 
 
-def setting(
-    world: int, tokens: int = 250, *, mask: Mask | None = None, shape: Any = SHAPE, per_node: int = 2
-) -> Workload:
+def setting(world, tokens=250, *, mask=None, shape=SHAPE, per_node=2):
     given = Mask() if mask is None else mask
     return Workload(seq_len=world * tokens, mask=given, world=world, per_node=per_node, shape=shape, rates=H100)
 

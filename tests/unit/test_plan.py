@@ -359,15 +359,7 @@ def cubes(draw) -> tuple[int, Cube, Groups]:
     return ranks, heads(groups, inner), groups
 
 
-def check_programs(
-    route: str,
-    nodes: tuple[int, ...],
-    layout: Layout,
-    mask: Mask,
-    cube: Cube,
-    groups: Groups,
-    keys: Layout | None = None,
-) -> None:
+def check_programs(route, nodes, layout, mask, cube, groups, keys=None):
     over = dataclasses.replace(ROUTES[route], nodes=nodes)
     schedules = [Schedule(layout, mask, over, rank, keys=keys) for rank in range(layout.world)]
     for direction in Direction:
@@ -682,9 +674,7 @@ def test_of_several_chunks_three_exchanges_are_under_way() -> None:
         ((0, 0, 0, 0, 1, 1, 1, 1), 8, 2, 2, "key-value", 0.36),
     ],
 )
-def test_what_crosses_to_another_node_does_so_once(
-    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, circulate: str, most: float
-) -> None:
+def test_what_crosses_to_another_node_does_so_once(nodes, heads, kv_heads, count, circulate, most):
     """Compare with zigzag and direct messages, forward and backward, bf16."""
     world, sizes = len(nodes), {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
     shape = Shape(q_heads=heads, kv_heads=kv_heads, **sizes)

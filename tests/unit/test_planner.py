@@ -60,9 +60,7 @@ def link(mbit: float) -> Rates:
     return replace(CPU, across=Link(latency=2e-4, bytes_per_second=mbit * 1e6 / 8, shared=True), overhead=overhead)
 
 
-def schedule(
-    rates: Rates, *, world: int = 4, known: Shape | None = None, seqlen: int = 4096, **options: Any
-) -> Planned:
+def schedule(rates, *, world=4, known=None, seqlen=4096, **options):
     options = {"mask": Mask(), "layout": "auto", "route": "direct", "ulysses_degree": "auto"} | options
     return make_schedule(seqlen, rank=0, world=world, planner=Planner(rates, tuple(range(world)), known), **options)
 
@@ -167,9 +165,7 @@ def test_a_bound_is_one(mbit: float) -> None:
     ("world", "mbit", "guessed"),
     [(1, 50, False), (4, 50_000, False), (4, 50, True), (6, 50, False), (40, 50_000, True)],
 )
-def test_ranks_that_share_the_simulations_predict_the_same(
-    world: int, mbit: float, guessed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_share_the_simulations_predict_the_same(world, mbit, guessed, monkeypatch):
     """Each rank simulates only a part, and takes the rest from the others."""
     ran: list[Pass] = []
     run_on = Pass.run_on

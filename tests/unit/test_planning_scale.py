@@ -115,9 +115,7 @@ def test_a_rank_builds_its_own_programs_from_the_messages_it_takes_part_in() -> 
     ],
 )
 @pytest.mark.long
-def test_a_small_worlds_choice_is_as_good_as_the_whole_worlds(
-    monkeypatch: pytest.MonkeyPatch, world: int, mask: str, rates: str
-) -> None:
+def test_a_small_worlds_choice_is_as_good_as_the_whole_worlds(monkeypatch, world, mask, rates):
     seqlen = world << 13
     seen = {"causal": Mask(), "window": Mask(window=20_000), "documents": documents(40, seqlen)}[mask]
     whole = planned(world, seen, seqlen, rates)

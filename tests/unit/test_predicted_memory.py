@@ -86,9 +86,7 @@ def test_a_sweep_holds_no_more_than_it_did(circulate: str, units: tuple[float, .
 @pytest.mark.parametrize(
     ("layout", "chunks", "units"), [("zigzag", 2, (10.6, 14.4)), ("zigzag-by-halves", 4, (10.1, 15.1))]
 )
-def test_chunks_hold_little_more_than_a_single_one(
-    layout: str, chunks: int, units: tuple[float, float], results: bool
-) -> None:
+def test_chunks_hold_little_more_than_a_single_one(layout, chunks, units, results):
     """The unit is a shard's tensor. Rows completed by a chunk stay unchanged until sent; others are widened.
 
     A single chunk adds nothing up, so it has no sums in fp32. Cached results are one more until the forward ends."""
