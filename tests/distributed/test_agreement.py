@@ -1,7 +1,5 @@
 """Agreement by dissemination: few messages where all is well, every record where it is not, and a lost rank's name."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Distributed calls against the fp64 oracle, on every rank, gradients included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """``burst bench``: what it measures is what was sent, what is wrong gets no figures, what can't be is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

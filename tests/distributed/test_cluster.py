@@ -1,7 +1,5 @@
 """The emulated cluster: traffic where it belongs, links at their rate, and nothing left behind however it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

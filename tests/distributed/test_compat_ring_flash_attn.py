@@ -1,7 +1,5 @@
 """ring-flash-attn's functions, over its own tests' shapes and others, against dense fp64 attention on every rank."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect

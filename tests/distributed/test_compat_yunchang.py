@@ -1,7 +1,5 @@
 """yunchang's LongContextAttention against dense fp64 attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ctrl-C ends a command in one line with status 130, from its first import on, and without a traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """One derivative, backward, is there; any other is refused by name, on all ranks, and is never zeros."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What keeps one rank from a call is heard by the others at once, and the group is as good as before."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 import time

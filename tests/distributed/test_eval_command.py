@@ -1,7 +1,5 @@
 """``burst eval``: every strategy gives one model the same perplexity, and what can't be asked is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The examples and the README's code, as a reader runs them."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Ranks that disagree, refuse, die or stop: every rank raises, by name and in time; nothing hangs."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Compare the memory that a plan predicts with the live tensors during a sweep."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generate over ranks: the tokens and logits of one process with transformers' own cache."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command ``burst generate``: text, figures, saved caches, errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Generate over ranks with recurrent layers: other strategies, reset, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

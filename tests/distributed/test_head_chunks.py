@@ -1,7 +1,5 @@
 """Attention by chunks of heads: equal to all heads at once, with smaller tensors alive."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

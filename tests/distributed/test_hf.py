@@ -1,7 +1,5 @@
 """Test Hugging Face models over ranks: results equal one device's, and all ranks refuse wrong calls together."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

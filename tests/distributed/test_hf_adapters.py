@@ -1,7 +1,5 @@
 """Test every PEFT tuner over ranks: loss and gradients equal one process's, or an error names the adapter."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Recomputation, chunks of heads and tokens, and offload change no loss and no gradient of a parallelized model."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Test parallelized models with a custom loss or forward: results equal one device's, or an error names the cause."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Compare a parallelized model with the stock model on one device: loss, gradients and outputs of whole batches."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Vision-language models over ranks: loss and gradients of every parameter equal one process's."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Test whole logits, hidden states and embeddings as inputs over ranks: values and gradients are one process's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Test a parallelized model under DDP, FSDP2, PEFT and torch.compile, and a classifier."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

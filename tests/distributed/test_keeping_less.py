@@ -1,7 +1,5 @@
 """Recomputing, chunks and compiling change no loss; repeated exchanges are predicted; logits stay in their chunk."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

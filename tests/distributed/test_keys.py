@@ -1,7 +1,5 @@
 """Queries at some positions over keys at others: chunked prefill, follow-up turns and cross-attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

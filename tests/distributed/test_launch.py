@@ -1,7 +1,5 @@
 """How local ranks end: well, by an error, by a signal, or because the launcher ends them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """How many operators and Triton programs a call starts; none reads a value, for which the host would wait on a GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks as threads of one process run the same algorithm, to the bit, and fail by name."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """next_token_loss and token_log_probs over ranks: one result, gradients that sum to one device's, and refusals."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Measurements beside the tasks: each runs once at a tiny size, and other results give no figures."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

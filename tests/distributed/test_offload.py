@@ -1,7 +1,5 @@
 """Two ranks that keep layers' inputs in files: gradients stay, and a failure on one rank is an error on both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention as an operator: torch's own checks of it, compilers, and checkpointing that keeps its results."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import hashlib

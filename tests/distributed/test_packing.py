@@ -1,7 +1,5 @@
 """The comparison of static grids with one balanced plan: the same losses, and the busiest rank's time."""
 
-from __future__ import annotations
-
 import pytest
 from burst_bench.claims.packing import (
     Arrangement,

@@ -1,7 +1,5 @@
 """Every strategy trains the same model to the same loss; what a strategy can't do it refuses by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

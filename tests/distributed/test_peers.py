@@ -1,7 +1,5 @@
 """``burst bench peers``: run other packages' attention and ours, check the results and count the bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

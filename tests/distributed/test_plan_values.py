@@ -1,7 +1,5 @@
 """A plan as an object: copied, pickled, sent by a DataLoader's worker, passed through modules that others wrap."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

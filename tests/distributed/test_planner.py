@@ -1,7 +1,5 @@
 """The planner on ranks: alike on all of them, by rank 0's rates; what it chooses is right; and its measurements."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The plan as users hold it: shards, labels, positions, resharding, groups and meshes; errors that do not grow."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from fractions import Fraction

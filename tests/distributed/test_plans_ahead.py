@@ -1,7 +1,5 @@
 """Plans of the next batch are made by a thread while a step runs; results stay the same."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

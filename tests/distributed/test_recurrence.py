@@ -1,7 +1,5 @@
 """Recurrent layers and short convolutions over ranks: logits and all gradients equal those of one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """A run that was interrupted and goes on: the same bits on the same ranks, the same losses on any."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How runs end: on a full disk, finished before, resumed from damage; and what their last lines say."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

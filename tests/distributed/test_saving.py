@@ -1,7 +1,5 @@
 """Checkpoints written during training, the best checkpoint, and when each is due."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

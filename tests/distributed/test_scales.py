@@ -1,7 +1,5 @@
 """Scales of any sign and size: against fp64 on several ranks, in every kernel, through every entry, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

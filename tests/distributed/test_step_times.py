@@ -1,7 +1,5 @@
 """Where a step's time goes, as a run tells it."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are killed at random points end with the weights of one that nothing disturbed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The whole path: the same training whatever the ranks, and what a run leaves behind."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

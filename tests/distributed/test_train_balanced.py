@@ -1,7 +1,5 @@
 """``burst train --packing balanced``: the run of one process, also if it is resumed, evaluates or has windows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config

@@ -1,7 +1,5 @@
 """``burst train`` as a user starts it: its own workers, torchrun, a lost worker, Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

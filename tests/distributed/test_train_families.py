@@ -1,7 +1,5 @@
 """``burst train`` on families other than Llama: loaded, trained, evaluated, exported; or refused by name."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

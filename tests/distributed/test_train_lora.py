@@ -1,7 +1,5 @@
 """``burst train --lora``: the adapters of one PEFT process, saved, resumed, merged and evaluated."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from unittest import mock

@@ -1,7 +1,5 @@
 """``burst train --tensor-parallel``: the losses of a run without it, checkpoints of any mesh, and refusals."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Compare a step's predicted memory with a rank's tensors and its resident memory."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Unusual steps: non-finite values, and losses that stand out."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """What an update does to the weights, against AdamW and its schedule written out, and in what gradients are summed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from unittest.mock import patch

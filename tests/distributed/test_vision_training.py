@@ -1,7 +1,5 @@
 """Train vision-language models on their processors' batches, over ranks and in one process: the same losses."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kernel that this GPU can run, against the fp64 reference on it."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tensors of a GPU, kept in pinned host memory and in a file."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

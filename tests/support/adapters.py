@@ -1,7 +1,5 @@
 """Adapters of PEFT as users attach them: over ranks each must equal one process, or be refused by name."""
 
-from __future__ import annotations
-
 import copy
 
 import peft

@@ -1,7 +1,5 @@
 """Made-up results of ``burst bench``: rows that passed, one that was wrong, one refused, one without figures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from burst_bench.harness.results import Results, Row, Span

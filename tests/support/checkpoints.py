@@ -1,7 +1,5 @@
 """The state of a run that took no step, for tests that write checkpoints by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

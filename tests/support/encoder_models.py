@@ -1,7 +1,5 @@
 """Tiny encoders, and models that compute their attention or count their positions themselves, in fp64."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Small models that generate, alone with transformers' own cache and over ranks as threads."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Tiny random models of several families, the same under every attention, with plans and batches for them."""
 
-from __future__ import annotations
-
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 

@@ -1,7 +1,5 @@
 """Tiny hybrid models in fp64 throughout, and their loss, logits and gradients over ranks and in one process."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

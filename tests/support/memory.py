@@ -1,7 +1,5 @@
 """Memory that nothing has been written to holds NaN (the largest number, of integers): what reads it shows."""
 
-from __future__ import annotations
-
 import torch
 
 

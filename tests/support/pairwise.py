@@ -1,7 +1,5 @@
 """A covering array: rows in which every two values of every two factors meet."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from random import Random

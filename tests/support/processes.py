@@ -1,7 +1,5 @@
 """Processes of a command: which it started, and whether they still run."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A call is a Python expression, or a command line if it begins with ``burst``.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

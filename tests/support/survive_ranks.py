@@ -3,8 +3,6 @@
 A run reports its progress by files in the folder ``marks`` next to its output folder.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Kernels against the fp64 reference, tile by tile: on the CPU, in the interpreter and on a GPU alike."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Small training runs, and what they wrote down."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny vision-language models of any family with random weights, and batches with images at different places."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Processors of vision-language models made offline: a family's own image processor and a tiny tokenizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ only offers again (``from burst_attention import Mask``) counts as an import of 
 of ``burst_attention.testing`` counts only for that package.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -5,8 +5,6 @@
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

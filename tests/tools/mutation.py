@@ -7,8 +7,6 @@ Caught means that pytest ran and tests failed; a fault that survives, or whose t
 error here.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

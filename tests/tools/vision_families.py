@@ -5,8 +5,6 @@
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import dataclass

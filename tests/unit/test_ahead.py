@@ -1,7 +1,5 @@
 """Reading ahead in a thread gives the same sequences, and the cursor counts only sequences taken."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

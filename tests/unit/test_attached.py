@@ -3,8 +3,6 @@
 test_hf_own.py, test_hf_wrapped.py, test_hf_adapters.py and test_hf_models.py cover the common ones.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every flag of every command with invalid values: exit status 2, and one sentence that names the flag."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

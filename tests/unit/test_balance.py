@@ -1,7 +1,5 @@
 """The balanced layout: work and tokens by rank, the traffic that it avoids, and its invariants."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

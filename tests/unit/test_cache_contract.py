@@ -1,7 +1,5 @@
 """The cache over ranks: its layers, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

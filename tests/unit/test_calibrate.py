@@ -1,7 +1,5 @@
 """Calibration of a link with known latency and bandwidth."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``burst check`` finds errors in each tensor and reports them by its exit status."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Damaged checkpoints: every kind of damage is named before any part of the checkpoint is used."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Every command offers every layout, route, dtype, strategy and circulated tensor."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest

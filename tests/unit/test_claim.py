@@ -1,7 +1,5 @@
 """The folders that a run may write to, and those that it must not touch."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The ``burst`` command finds its commands, and names what to install for one that lacks a package."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Flags, TOML and defaults form one configuration; invalid values are refused in one line before anything starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import tomllib

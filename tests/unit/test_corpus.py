@@ -1,7 +1,5 @@
 """Sources of documents, and the errors of unreadable corpora."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """Documents become sequences: some are held out; the rest are packed, cut and shuffled."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

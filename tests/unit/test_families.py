@@ -1,7 +1,5 @@
 """Families of models over three ranks: each is equal to one process or refused by name, and none is plausibly wrong."""
 
-from __future__ import annotations
-
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

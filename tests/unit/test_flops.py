@@ -1,7 +1,5 @@
 """What a step computes, counted one by one, and MFU from it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Predictions of calls and steps, compared with the plan's bytes and times, larger worlds, and a model's memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

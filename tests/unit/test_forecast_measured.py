@@ -1,7 +1,5 @@
 """``burst plan`` of any family: sizes and work read from transformers' own model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

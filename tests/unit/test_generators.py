@@ -1,7 +1,5 @@
 """The states of random generators, kept as JSON and set again."""
 
-from __future__ import annotations
-
 import json
 import random
 

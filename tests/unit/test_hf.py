@@ -1,7 +1,5 @@
 """The Hugging Face integration on one rank: equal to transformers' own attention."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

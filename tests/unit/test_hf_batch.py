@@ -1,7 +1,5 @@
 """Test how a batch's documents and padding become rows, and how results return to the batch's order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 The loss and every parameter's gradient equal those of one process, for whole rows, padding and packed documents.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss of a Hugging Face model's own logits, whatever it makes of its head's product."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test that models with parts that mix tokens are refused, and that batches without the plan's attention are."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

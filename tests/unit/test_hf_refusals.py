@@ -1,7 +1,5 @@
 """Test the error messages of the Hugging Face integration on one rank."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """Ranks that torchrun restarts form a new group, separate from the old one."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Kernels on one device: pieces, merging, surrogate outputs, and comparison with the reference and the oracle."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

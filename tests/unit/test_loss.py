@@ -1,7 +1,5 @@
 """next_token_loss on one rank, compared with torch's own cross entropy."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """``burst train --optimizer adamw-8bit``: its package, its schedule, and its moments in checkpoints."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A NaN in an input reaches all rows that attend to it, in out, lse and every gradient, for each kernel."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Every table of the commands on a terminal of 80 columns: no line is wider, and no cell is cut or folded."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from dataclasses import replace

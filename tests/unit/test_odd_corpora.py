@@ -1,7 +1,5 @@
 """Any content of ``--data`` gives documents, or one sentence with file (and line); it never hangs or crashes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

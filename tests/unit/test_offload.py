@@ -1,7 +1,5 @@
 """Saved tensors in a file: equal bits, few resident tensors, space used again; every damage is an error by name."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

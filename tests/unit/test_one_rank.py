@@ -1,7 +1,5 @@
 """A single process: when it counts as the only rank, and when it is refused."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The installed package: its version, its wheel, and the message about a missing extra."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

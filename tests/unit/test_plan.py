@@ -1,7 +1,5 @@
 """The plan's integers against dense masks, over random layouts, masks, worlds, routes and assignments."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict, deque
 from itertools import pairwise, product

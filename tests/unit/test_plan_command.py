@@ -1,7 +1,5 @@
 """``burst plan`` for users: its table, its files, its errors, and the number of ranks it simulates."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The planner's choices: the predicted fastest plan, independent of earlier choices, and its prediction."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Planning for thousands of ranks: function calls and memory, and choices made in a smaller world."""
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 import tracemalloc

@@ -1,7 +1,5 @@
 """Predicted memory of a call: its parts, its decrease with the ranks, and impossible plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The progress display of a run, and the drawing of its losses."""
 
-from __future__ import annotations
-
 import io
 import math
 

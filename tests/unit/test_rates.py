@@ -1,7 +1,5 @@
 """Rates: accepted values can be used, written values can be read, and others are refused by name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every case of tests/support/refusal_cases.py is refused by the library, with that class and message on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The report of ``burst bench``: only correct rows have figures, and each figure stands where it belongs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html import unescape

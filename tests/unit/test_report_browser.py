@@ -1,7 +1,5 @@
 """The report and the documentation site in a real browser: no errors, every plot is drawn, the search works."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Scaled rotary embeddings: kept in the exported configuration, and equal on shards."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages at a run's end, settings that a restart may change, and what `make demo` prints before training."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

@@ -1,7 +1,5 @@
 """A tensor file written piece by piece can be read by safetensors, and is written at a limited rate."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

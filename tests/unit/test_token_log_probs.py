@@ -1,7 +1,5 @@
 """token_log_probs on one rank, compared with explicit logits."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

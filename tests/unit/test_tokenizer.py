@@ -1,7 +1,5 @@
 """Text to ids and back; a saved tokenizer equals the one used in training."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """Weights & Biases gets the contents of the run's folder, and its errors never end a run."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

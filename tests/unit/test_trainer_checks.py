@@ -1,7 +1,5 @@
 """Test that BurstMixin refuses package versions that lack a method, and settings that it does not support."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import accelerate

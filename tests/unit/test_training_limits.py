@@ -1,7 +1,5 @@
 """A machine's resources, the settings refused because of them, and a run's first lines."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

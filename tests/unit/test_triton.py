@@ -1,7 +1,5 @@
 """Triton kernels in Triton's interpreter: all bands, grouped queries, odd lengths and dimensions, carried state."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Compile Triton programs to machine code for GPUs that may be absent; the interpreter does not check types."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

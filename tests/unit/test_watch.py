@@ -1,7 +1,5 @@
 """The watcher reports slow steps and the ranks that are behind, for any kind of wait."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
