@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_attention.launch.join import join
+from burst_attention.launch.join import _meeting_again, join
 from burst_attention.launch.local import launch
 from burst_train.run.folder import SaveError
 from tests.support.processes import is_alive
@@ -131,3 +131,32 @@ if __name__ == "__main__":
 def test_ranks_of_a_pool_hear_signals_though_their_server_must_not():
     printed = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, timeout=120)
     assert printed.stdout == "[set()]\n", printed
+
+
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+RESTARTED |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_restarted_ranks_do_not_read_what_those_before_left():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("0", "an address without a listener")
+    where = _meeting_again(RESTARTED | {"MASTER_PORT": str(server.port)})
+    assert (where["rank"], where["world_size"]) == (1, 2)
+    assert not where["store"].check(["0"])
+    where["store"].set("0", "that of now")
+    again = _meeting_again(RESTARTED | {"MASTER_PORT": str(server.port), "RANK": "0"})["store"]
+    assert again.get("0") == b"that of now"
+    assert server.get("0") == b"an address without a listener"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        {"GROUP_WORLD_SIZE": "2"},  # machines count their starts each for itself
+    ],
+)
+def test_others_meet_where_torch_has_them_meet(other):
+    assert _meeting_again(RESTARTED | other) == {}
+    assert _meeting_again({}) == {}

@@ -1,14 +1,34 @@
 """Measurements beside the tasks: each runs once at a tiny size, and other results give no figures."""
 
+import importlib.util
+import io
 import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from burst_bench.claims import longest
 from burst_bench.claims.generation import GenerationArguments, line, measured, over_contexts
+from burst_bench.claims.packing import (
+    Arrangement,
+    PackingArguments,
+    arrangements,
+    assigned,
+    check_same,
+    draw,
+    lines,
+)
+from burst_bench.claims.packing import (
+    measured as steps_measured,
+)
 from burst_bench.command import PROGRAMS
+from burst_bench.harness.traffic_meter import TrafficMeter
+from burst_bench.harness.workload import Workload
+from burst_bench.peers import compare
+from burst_bench.pool import WorkerPool
 
 from tests.distributed.test_cluster import emulated
 
@@ -93,3 +113,170 @@ def test_the_longest_length_is_the_last_that_fits() -> None:
     rows = [policy | {"tokens": 1024 * n, "fits": n < 4, "peak": n * 2**20, "predicted": None} for n in (1, 2, 4)]
     (cells,) = longest.longest_of(rows)
     assert (cells["longest"], cells["peak per rank"], cells["twice that"]) == ("2,048 tokens", "2 MiB", "takes 4 MiB")
+
+
+@pytest.mark.parametrize("source", ["stdlib", "lognormal"])
+def test_lengths_fill_a_batch(source) -> None:
+    batches = [draw(source, tokens=20_000, longest=4096, seed=seed) for seed in range(20)]
+    assert draw(source, tokens=20_000, longest=4096, seed=3) == batches[3] != batches[4]
+    assert all(sum(lengths) == 20_000 and min(lengths) > 0 for lengths in batches)
+    drawn = sorted(length for lengths in batches for length in lengths)
+    assert 20 * drawn[len(drawn) // 2] < drawn[-1] <= 4096, "a long tail"
+
+
+def test_whole_documents_are_assigned_longest_first() -> None:
+    assert assigned((5, 3, 8, 2, 2), 2) == [[2, 3], [0, 1, 4]]
+    assert assigned((5, 3, 8), 1) == [[0, 1, 2]]
+
+
+def test_a_grid_needs_room_for_the_longest_document() -> None:
+    grids = arrangements(4)
+    assert [each.name for each in grids] == ["1x4 zigzag", "2x2 zigzag", "4x1 zigzag", "1x4 balanced"]
+    assert [each.fits([(4, 4, 4, 4), (1, 5, 5, 5)]) for each in grids] == [True, True, False, True]
+    assert not Arrangement(4, 1, "zigzag").fits([(1, 1, 1)]), "a group without a document"
+
+
+@pytest.mark.long
+def test_all_arrangements_take_the_same_step(pools) -> None:
+    """Which ``measured`` checks: it exits if losses or gradient norms differ."""
+    sizes = PackingArguments(ranks=4, tokens=512, longest=128, batches=1, rounds=1)
+    rows = steps_measured(pools(4), "lognormal", sizes)
+    assert [row["arrangement"] for row in rows] == [each.name for each in arrangements(4)]
+    for row in rows:
+        assert [len(by_rank) for by_rank in row["seconds"]] == [len(by_rank) for by_rank in row["sent"]] == [4]
+        assert min(seconds for by_rank in row["seconds"] for seconds in by_rank) > 0
+    zigzag, pairs, alone, ours = (sum(map(sum, row["sent"])) for row in rows)
+    assert alone == 0 < pairs < zigzag and ours > 0
+
+
+def test_other_results_give_no_figures() -> None:
+    check_same({"a": (6.0, 2.0), "b": (6.0001, 2.0)})
+    for other in ((6.01, 2.0), (6.0, 2.01), (float("nan"), 2.0)):
+        with pytest.raises(SystemExit, match="nothing is reported"):
+            check_same({"a": (6.0, 2.0), "b": other})
+
+
+def test_the_busiest_rank_counts() -> None:
+    rows = [
+        {"arrangement": "1x2 zigzag", "seconds": [[1.0, 3.0], [4.0, 4.0]], "sent": [[10, 10], [10, 10]]},
+        {"arrangement": "2x1 zigzag", "seconds": [[6.0, 1.0], [6.0, 1.0]], "sent": [[0, 0], [0, 0]]},
+        {"arrangement": "1x2 balanced", "seconds": [[2.0, 2.0], [2.0, 1.0]], "sent": [[4, 0], [4, 0]]},
+    ]
+    zigzag, alone, ours = lines(rows, 12)
+    assert (zigzag["tokens/s"], alone["tokens/s"], ours["tokens/s"]) == ("3", "2", "6")
+    assert (zigzag["ours / its"], alone["ours / its"]) == ("1.75 (1.50 to 2.00)", "3.00 (3.00 to 3.00)")
+    assert (zigzag["busiest / mean"], ours["busiest / mean"]) == ("1.17", "1.14")
+    assert (zigzag["sent per rank"], ours["sent per rank"]) == ("10 B", "2 B")
+
+
+WORLD = 2
+SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)
+
+
+def need(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; see `burst bench peers`")
+
+
+def compared(*given: Any, **options: Any) -> dict[str, compare.Outcome]:
+    return {own.variant.name: own for own in compare.compare(WORLD, *given, **options)}
+
+
+@pytest.mark.long
+def test_every_variant_is_right_timed_and_sends_what_its_formula_says() -> None:
+    need("ring_flash_attn", "yunchang")
+    found = compared(SIZE, 2)
+    assert found.pop("yunchang hybrid zigzag").refused == "needs at least 4 ranks, not 2"
+    for name, own in found.items():
+        assert own.correct, (name, own)
+        assert len(own.seconds) == len(own.ratios) == 2, name
+        assert set(own.errors) == {"out", "dq", "dk", "dv"}, name
+        assert 0 < max(own.errors.values()) < 0.02, name
+    pairs = zip(found["ring-flash-attn zigzag"].seconds, found["burst"].seconds, strict=True)
+    assert found["ring-flash-attn zigzag"].ratios == [theirs / ours for theirs, ours in pairs]
+    assert found["burst"].ratios == [1.0, 1.0]
+    n = SIZE.seq_len // WORLD * SIZE.heads * SIZE.head_dim
+    ring = 2 * n * (WORLD - 1) * 2 + 2 * n * (WORLD - 1) * 2 + 2 * n * WORLD * 4  # K, V twice; dK, dV in fp32
+    for name in ("ring-flash-attn basic", "ring-flash-attn zigzag", "ring-flash-attn stripe", "yunchang zigzag"):
+        assert found[name].bytes == [ring] * WORLD, name
+    assert found["yunchang ulysses"].bytes == [8 * n * 2 * (WORLD - 1) // WORLD] * WORLD
+    assert sum(found["burst"].bytes) <= 0.6 * ring * WORLD
+
+
+@pytest.mark.long
+def test_a_wrong_result_gets_no_time() -> None:
+    need("ring_flash_attn")
+    name = "ring-flash-attn zigzag"  # whose fp32 accumulators alias its buffers if the inputs are fp32
+    found = compared(SIZE.at(256, dtype="float32"), 1, names=[name])
+    wrong, ours = found[name], found["burst"]
+    assert wrong.errors["dq"] > 0.05 > wrong.bounds["dq"]
+    assert not wrong.correct and not wrong.seconds and not wrong.ratios
+    assert ours.correct and len(ours.seconds) == 1
+    console = compare.Console(record=True, width=130, file=io.StringIO())
+    compare.show(console, [*found.values()], "")
+    assert "WRONG" in console.export_text()
+
+
+@pytest.mark.long
+def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
+    """And ours is compared with PyTorch in one process all the same."""
+    real = importlib.util.find_spec
+    missing = ("ring_flash_attn", "yunchang")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in missing else real(name))
+    sizes = ["--seq-len", "256", "--heads", "4", "--head-dim", "32", "--rounds", "1"]
+    compare.main([*sizes, "--json", str(tmp_path / "peers.json")])
+    assert "not installed: pip install ring-flash-attn==" in capsys.readouterr().out
+    for row in json.loads((tmp_path / "peers.json").read_text())["rows"]:
+        theirs = row["name"].startswith(("ring-", "yunchang"))
+        assert row["correct"] != theirs and (row["refused"] or "").startswith("not installed: pip") == theirs
+        assert len(row["seconds"]) == (not theirs) and (row["version"] is None) == theirs
+
+
+@pytest.mark.parametrize(("world", "names", "reported"), [(1, None, "world=1"), (2, ["unknown"], "names has")])
+def test_arguments_are_refused_by_name(world: int, names: Any, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
+        compare.compare(world, SIZE, 0, names=names)
+
+
+def move_and_count() -> dict[str, tuple[int, int]]:
+    """For each kind of traffic: the meter's count and what the process wrote into its sockets."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, rows = torch.zeros(world, 1 << 18), [torch.empty(1 << 18) for _ in range(world)]
+
+    def ring() -> None:
+        operations = [dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, x + 1, (rank - 1) % world)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    kinds = {
+        "point to point": ring,
+        "all to all": lambda: dist.all_to_all_single(torch.empty_like(x), x),
+        "all gather": lambda: dist.all_gather(rows, x[0].contiguous()),
+    }
+    counts = {}
+    for kind, move in kinds.items():
+        dist.barrier()
+        before = written()
+        with TrafficMeter() as meter:
+            move()
+        dist.barrier()  # all is written: gloo's ranks leave it after their peers came
+        counts[kind] = meter.sent, written() - before
+    with TrafficMeter() as meter:
+        dist.all_reduce(torch.zeros(4))
+    counts["all reduce"] = meter.sent, 0
+    return counts
+
+
+def written() -> int:
+    return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io, which only Linux has")
+@pytest.mark.long
+def test_the_meter_counts_what_the_sockets_carry() -> None:
+    with WorkerPool(3) as pool:
+        for counts in pool.run(move_and_count):
+            assert counts.pop("all reduce")[0] is None, "what can't be counted isn't guessed"
+            for kind, (counted, carried) in counts.items():
+                assert counted <= carried <= counted * 1.001 + 4096, (kind, counted, carried)

@@ -1,9 +1,11 @@
-"""A run that was interrupted and goes on: the same bits on the same ranks, the same losses on any."""
+"""Interrupted or killed runs go on: the same bits on the same ranks, the same losses on any."""
 
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.loop import train
 from tests.distributed.test_saving import Reporter, train_noting
 from tests.support.training import config_of, losses, norms, summary_of, weights
+from tests.tools.survive import ROOT
 
 STEPS = 4
 
@@ -199,3 +202,25 @@ def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
     now[0] = 7.5
     assert requests.asked(reserve=3.0) and not requests.asked(reserve=1.0)
     assert not StopRequests(None).asked(reserve=1e9)
+
+
+def survivors(points, seed, *worlds):
+    """Run the command in a separate process and return its output: a fork server must start without threads."""
+    words = ["tests/tools/survive.py", "--points", str(points), "--seed", str(seed), "--worlds", *worlds]
+    result = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60 * points + 200
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_runs_that_are_disturbed_four_times_end_with_the_same_bits():
+    status, reported = survivors(4, 0, "2")
+    assert status == 0 and "4 of 4 disturbances left the weights" in reported, reported
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_runs_that_are_disturbed_fifty_times_end_with_the_same_bits():
+    status, reported = survivors(50, 0, "2", "3")
+    assert status == 0 and "50 of 50 disturbances left the weights" in reported, reported

@@ -1,19 +1,28 @@
-"""``burst train`` on families other than Llama: loaded, trained, evaluated, exported; or refused by name."""
+"""``burst train`` on families other than Llama, and with LoRA: trained, evaluated, exported; or refused by name."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from burst_train.cli.preflight import check_run
 from burst_train.data.sequences import open_sequences
+from burst_train.health.flops import ModelFlops
+from burst_train.parallel import Heads
+from burst_train.run.folder import list_checkpoints
+from burst_train.step.export import export
 from burst_train.step.loop import train
-from tests.support.training import config_of, losses, records, summary_of
+from burst_train.step.lora import add_adapters
+from tests.support.training import config_of, losses, metrics, records, summary_of, weights
 from tests.tools.families import model_class, tiny_config
 
-from .test_train import one_device
+from .test_train import SMALL, one_device
 
 HYBRIDS = ("bamba", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "qwen3_next", "zamba2")
 EACH_KIND = ("deepseek_v2", "gemma2", "gpt_oss", "llama4_text", "mamba2", "qwen3_5_text")
@@ -87,3 +96,119 @@ def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             check(model_type, strategy, **changes)
+
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, initializer_range=0.2)).save_pretrained(folder)
+    return str(folder)
+
+
+def lora_config(corpus, out, model, **changes):
+    settings = {"model": model, "tokenizer": "bytes", "lora": RANK, "lr": 5e-3, "seq_len": 61}
+    return config_of(corpus, out, **settings | changes)
+
+
+def of_peft(config, exclude=None):
+    """(losses of the run's steps, the trained model) of PEFT in one process."""
+    plain = AutoModelForCausalLM.from_pretrained(config.model.model).float()
+    torch.manual_seed(config.run.seed)
+    options = {"target_modules": "all-linear", "exclude_modules": exclude, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(plain, LoraConfig(r=RANK, lora_alpha=2 * RANK, **options))
+    settings, found = config.optim, []
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    betas = settings.beta1, settings.beta2
+    optimizer = torch.optim.AdamW(adapters, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    sequences = open_sequences(config)[0].training()
+    for rate in metrics(config.run.out, "lr"):
+        loss = one_device(model, itertools.islice(sequences, config.sequences_per_step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapters, settings.clip)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, model
+
+
+def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp_path):
+    config = lora_config(corpus, tmp_path / "run", llama, steps=20, strategy="burst")
+    summary = pools(2).run(train, config)[0]
+    expected, model = of_peft(config)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
+    assert expected[-1] < expected[0] - 0.1, "it learns"
+    merged = weights(tmp_path / "run")
+    adapters = load_file(tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors")
+    trained = {name: p for name, p in model.state_dict().items() if ".lora_" in name}
+    assert {name.replace(".default", "") for name in trained} == adapters.keys()
+    for name, value in model.merge_and_unload().state_dict().items():
+        assert torch.allclose(merged[name], value, atol=2e-5), name
+    held_out = list(itertools.islice(open_sequences(config)[0].held_out(), 3))
+    plain = AutoModelForCausalLM.from_pretrained(llama).float()
+    with torch.no_grad():
+        alone = one_device(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model"), held_out).item()
+        adapted = one_device(PeftModel.from_pretrained(plain, tmp_path / "run" / "model" / "adapter"), held_out).item()
+    assert alone == pytest.approx(summary.held_out_loss, abs=1e-5)
+    assert adapted == pytest.approx(summary.held_out_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gpt_oss"))]
+)
+@pytest.mark.slow
+def test_other_mechanisms_take_adapters(pools, corpus, tmp_path, model_type):
+    source = folder_of(model_type, tmp_path / "source")
+    config = lora_config(corpus, tmp_path / "run", source, steps=5, remat="layer", accumulate=2)
+    check_run(config, 2)
+    pools(2).run(train, config)
+    expected, _ = of_peft(config, ["mamba.out_proj"] if model_type == "falcon_h1" else None)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.long
+def test_a_resumed_run_has_the_adapters_of_one_that_was_not_stopped(pools, corpus, llama, tmp_path):
+    config = lora_config(corpus, tmp_path / "whole", llama, steps=4, save_every="2", keep=5)
+    pools(2).run(train, config)
+    saved = list_checkpoints(tmp_path / "whole")[-1]
+    on_disk = {name for file in saved.glob("*.safetensors") for name in load_file(file)}
+    assert on_disk and all(".lora_" in name or name.startswith("data.") for name in on_disk)
+    export(saved, tmp_path / "exported")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported" / "adapter") is not None
+    pools(2).run(train, replace(config, run=replace(config.run, out=str(tmp_path / "again"), resume=str(saved))))
+    whole, again, half = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "whole" / "model", tmp_path / "again" / "model", tmp_path / "exported")
+    )
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    assert any(not torch.equal(half[name], value) for name, value in whole.items())
+    frozen = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert all(torch.equal(half[name], whole[name]) for name in frozen)
+
+
+def test_what_can_not_be_adapted_is_refused_before_the_start(corpus, llama, tmp_path):
+    for changes, why in (
+        ({"model": "tiny"}, "--lora 4 adapts a trained model, but --model tiny has random weights"),
+        ({"strategy": "tensor"}, "--lora 4 is not for --strategy tensor"),
+        ({"lora": 0}, "--lora 0"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            check_run(lora_config(corpus, tmp_path, **{"model": llama} | changes), 2)
+    with (
+        mock.patch("burst_train.config.find_spec", return_value=None),
+        pytest.raises(ValueError, match=r"--lora 4 needs PEFT: pip install 'burst-attention\[trainer\]'"),
+    ):
+        check_run(lora_config(corpus, tmp_path, llama), 2)
+
+
+def test_frozen_weights_need_no_gradients_moments_or_operations(corpus, llama, tmp_path):
+    assert check_run(lora_config(corpus, tmp_path, llama, lora=RANK), 2).memory is None
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    whole = ModelFlops.of(model, Heads.of(model.config), [])
+    add_adapters(model, RANK)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert ModelFlops.of(model, Heads.of(model.config), []).per_token == whole.per_token * 4 // 6 + 6 * trained

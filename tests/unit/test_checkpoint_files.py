@@ -1,20 +1,27 @@
-"""Damaged checkpoints: every kind of damage is named before any part of the checkpoint is used."""
+"""Checkpoints' files: damage is named before any part is used; generators go on; tensors are written piece by piece."""
 
+import hashlib
 import json
 import random
 import shutil
+import threading
+import time
 import tracemalloc
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from burst_attention import cli
 from burst_train.checked import parse_json
 from burst_train.checkpoint import files as checkpoint
+from burst_train.checkpoint import shards
 from burst_train.checkpoint.manifest import DamagedError, discard, fingerprint, read_state, seal
-from burst_train.checkpoint.state import State
+from burst_train.checkpoint.shards import Pace, write_tensors
+from burst_train.checkpoint.state import Generators, State, read_generators, set_generators
 from burst_train.cli.export import chosen
 from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.lock import MARKER
@@ -250,3 +257,78 @@ def test_a_thousand_broken_files_and_states_are_errors_and_take_no_memory(tmp_pa
     tracemalloc.stop()
     assert peak < 10e6
     assert read_state(newer).step == 8
+
+
+def drawn() -> list[float]:
+    """Two values of each generator; Python's and numpy's Gaussians come in pairs, of which one may be left."""
+    python, others = [random.gauss(0.0, 1.0) for _ in range(2)], np.random.standard_normal(2)
+    return [*python, random.random(), *others.tolist(), np.random.random(), *torch.randn(2).tolist()]
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    before = read_generators()
+    random.gauss(0.0, 1.0), np.random.standard_normal()  # one of each pair is left
+    kept = json.dumps(read_generators()).encode()
+    expected = drawn()
+    drawn()
+    set_generators(parse_json(kept, Generators, "state.json"))
+    assert drawn() == expected
+    set_generators(parse_json(json.dumps(before).encode(), Generators, "state.json"))
+
+
+TENSORS = {
+    "b": torch.arange(7, dtype=torch.int64),
+    "a": torch.randn(3, 5),
+    "half": torch.randn(3).bfloat16(),
+    "number": torch.tensor(2.5, dtype=torch.float64),
+    "none": torch.zeros(0, 4),
+    "größer": torch.randn(5, 2).half(),
+}
+NAMES = {"b": "I64", "a": "F32", "half": "BF16", "number": "F64", "none": "F32", "größer": "F16"}
+
+
+@pytest.mark.parametrize("part", [3, 2**22])
+def test_safetensors_reads_what_was_written(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(shards, "PART", part)
+    path = tmp_path / "x.safetensors"
+    digest = write_tensors(path, TENSORS, NAMES, {"format": "pt"}, Pace())
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == fingerprint(path).sha256
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_it_rests_in_proportion_to_its_work_until_there_is_hurry(monkeypatch):
+    monkeypatch.setattr(shards, "AT_ONCE", 1)
+    times, rests, pace = iter([3.0, 3.0, 3.01, 3.01, 5.0, 5.0]), [], Pace()
+    monkeypatch.setattr(time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(pace._hurry, "wait", rests.append)
+    for _ in range(3):
+        pace.rest()
+    assert rests == [pytest.approx(shards.REST * 0.01), shards.LONGEST_REST], "none after the first piece"
+    pace.hurry()
+    pace.rest()
+    assert len(rests) == 2
+
+
+def test_hurry_ends_a_rest_at_once(monkeypatch):
+    monkeypatch.setattr(shards, "AT_ONCE", 1)
+    monkeypatch.setattr(shards, "LONGEST_REST", 600.0)
+    monkeypatch.setattr(shards, "REST", 1e9)
+    pace, begun = Pace(), threading.Event()
+
+    def work():
+        pace.rest()
+        sum(range(10**5))
+        begun.set()
+        pace.rest()
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    assert begun.wait(60)
+    pace.hurry()
+    worker.join(20)
+    assert not worker.is_alive()

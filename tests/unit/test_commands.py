@@ -1,16 +1,23 @@
-"""The ``burst`` command finds its commands, and names what to install for one that lacks a package."""
+"""The ``burst`` command finds its commands, offers all there is, and names a package to install."""
 
 import sys
 from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from burst_bench.command import PROGRAMS
+from burst_bench.command import EVERY, PROGRAMS, Arguments
 from burst_bench.command import main as bench
 
 from burst_attention import cli
+from burst_attention.attention.call import DTYPES
 from burst_attention.cli import check
+from burst_attention.plan.assignment import CIRCULATIONS
+from burst_attention.plan.layout import LAYOUTS
+from burst_attention.plan.route import ROUTES
 from burst_attention.testing import check as run_check
 from burst_attention.testing import local_world
+from burst_train.parallel import STRATEGIES, choose
+from burst_train.step.evaluation import EvalConfig
 
 
 def test_bench_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +79,39 @@ def test_check_prints_the_worst_of_each_dtype_and_what_failed(capsys: pytest.Cap
     wrong = replace(reports[1], rows=[replace(row, bound=0.0) for row in reports[1].rows])
     check._show(arguments, todo, [reports[0], wrong, *reports[2:]])
     assert "1 of 4 cases WRONG" in capsys.readouterr().out
+
+
+DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+def offered(settings: type, field: str) -> set[str]:
+    """Return a setting's values except ``auto``."""
+
+    def names(hint: Any) -> set[str]:
+        return set(get_args(hint)) if get_origin(hint) is Literal else set().union(*map(names, get_args(hint)), set())
+
+    return names(get_type_hints(settings)[field]) - {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "made"),
+    [
+        (check.CheckArguments, "layouts", LAYOUTS),
+        (check.CheckArguments, "route", ROUTES),
+        (check.CheckArguments, "circulate", CIRCULATIONS),
+        (check.CheckArguments, "masks", check.MASKS),
+        (check.CheckArguments, "dtypes", DTYPE_NAMES),
+        (Arguments, "dtype", DTYPE_NAMES),
+    ],
+)
+def test_a_command_offers_all_there_are(settings, field, made):
+    assert offered(settings, field) == set(made)
+
+
+def test_what_is_run_unasked_is_all_there_is():
+    assert check.CheckArguments().layouts == tuple(LAYOUTS) and check.CheckArguments().circulate == tuple(CIRCULATIONS)
+    assert {*EVERY} < {*STRATEGIES} and EvalConfig(model="m", data="d").strategies == STRATEGIES
+
+
+def test_strategies_are_called_by_their_names():
+    assert [choose(name).name for name in STRATEGIES] == list(STRATEGIES)

@@ -1,4 +1,4 @@
-"""ring-flash-attn's functions, over its own tests' shapes and others, against dense fp64 attention on every rank."""
+"""Functions of ring-flash-attn and yunchang, over shapes of their tests and others, against dense fp64 attention."""
 
 import gc
 import importlib
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from burst_attention import Mask
 from burst_attention.compat import ring_flash_attn as compat
 from burst_attention.compat.call import _PLANNED, MOST_PLANS
+from burst_attention.compat.yunchang import LAYOUTS, LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
@@ -308,3 +309,29 @@ def test_models_that_would_go_wrong_are_refused(pools) -> None:
     for found in pools(2).run(refusals):
         for text, said in zip(wanted, found, strict=True):
             assert text in said
+
+
+ORIGINAL = {"basic": "ring", "zigzag": "zigzag", "strip": "stripe"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "softcap"), [*((kind, True, 0.9) for kind in LAYOUTS), ("zigzag", False, 0.0)]
+)
+def test_equals_dense_attention(kind: str, causal: bool, softcap: float) -> None:
+    q, k, v, dout = (torch.randn(2, 24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    right = attend(
+        *(x.transpose(1, 2) for x in (q, k, v)), Mask(causal=causal), dout=dout.transpose(1, 2), softcap=softcap or None
+    )
+
+    def rank(group):
+        where = places(ORIGINAL[kind], [0, 24], group.rank(), 4)
+        leaves = [x[:, where].requires_grad_() for x in (q, k, v)]
+        attention = LongContextAttention(ring_impl_type=kind, ulysses_degree=1, group=group)
+        out = attention(*leaves, causal=causal, softcap=softcap, return_attn_probs=True)
+        out.backward(dout[:, where])
+        found = [out, *(x.grad for x in leaves)]
+        wanted = [x.transpose(1, 2)[:, where] for x in (right.out, right.dq, right.dk, right.dv)]
+        return max(map(relative_l2, found, wanted))
+
+    with local_world(4, timeout=20) as ranks:
+        assert max(ranks.run(rank)) <= 1e-12
