@@ -98,19 +98,24 @@ def allocated_during(call):
 
 def most_of_tensors(config):
     """Return what a rank holds of the model in two steps, and what it allocates meanwhile."""
-    with join(device="cpu", timeout=60) as context:
+    with join(device="cpu", timeout=60, tensor_parallel=config.parallel.tensor_parallel) as context:
         trainer = Trainer(config, context)
         shards = [p.to_local() for p in trainer.model.parameters()] + [*trainer.model.buffers()]
         held = sum(x.untyped_storage().nbytes() for x in shards)
         return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])
 
 
-def parts_of(config, length, world, batch=1, strategy="auto", dtype="float32", optim=None, **flags):
+def parts_of(config, length, world, batch=1, strategy="auto", dtype="float32", optim=None, tensor_parallel=1, **flags):
     packing = {"packing": "balanced"} if strategy == "balanced" else {}
     asked = TrainConfig(
         data=DataConfig(seq_len=length, pack="documents" if packing else "none"),
         model=ModelConfig(dtype=dtype),
-        parallel=ParallelConfig(strategy="ulysses_degree=1" if packing else strategy, device="cpu", **packing),
+        parallel=ParallelConfig(
+            strategy="ulysses_degree=1" if packing else strategy,
+            device="cpu",
+            tensor_parallel=tensor_parallel,
+            **packing,
+        ),
         optim=OptimConfig(batch=batch, **(optim or {})),
         memory=MemoryConfig(**flags),
     )
@@ -145,6 +150,7 @@ def hold(config, expected, world):
     print(f"{expected / 2**20:.1f} MiB predicted, {ratios}")
 
 
+WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
 NARROW = {"intermediate_size": 128, "num_key_value_heads": 4}
 SLICED = {"remat": "keep-attention", "strategy": "ulysses_degree=2"}
 
@@ -167,6 +173,10 @@ def case(mark, kind, sizes, world=2, **flags):
         case(pytest.mark.long, Qwen2Config, {"head_dim": 32}, remat="none"),
         case(pytest.mark.long, MistralConfig, {"head_dim": 32}, remat="layer", mlp_chunks=4),
         case(pytest.mark.long, LlamaConfig, {"vocab_size": 4096}, remat="none"),
+        case(pytest.mark.long, LlamaConfig, {}, world=4, remat="none", tensor_parallel=2),
+        case(pytest.mark.slow, LlamaConfig, {}, remat="layer", mlp_chunks=4, tensor_parallel=2),
+        case(pytest.mark.slow, Qwen3Config, {"head_dim": 32}, remat="layer", tensor_parallel=2),
+        case(pytest.mark.slow, LlamaConfig, WIDE, remat="none", batch=1, tensor_parallel=2),
     ],
 )
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, tmp_path, kind, sizes, world, flags):
@@ -204,7 +214,6 @@ def test_the_fullest_rank_of_a_balanced_row_is_predicted(pools, tailed, model, t
     assert most == pytest.approx(expected, rel=0.1)
 
 
-WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
 CHUNKS = {"batch": 64, "remat": "layer", "attention_chunks": 2, "mlp_chunks": 8}
 
 

@@ -87,7 +87,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from ..forecast.models import FORMULA, Model
     from ..forecast.request import Cluster, ForecastRequest
 
-    if config.model.lora is not None or model.model_type not in FORMULA or config.parallel.tensor_parallel > 1:
+    if config.model.lora is not None or model.model_type not in FORMULA:
         return None
     (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)
@@ -110,7 +110,8 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
         optimizer_offload=saving.optimizer_offload,
         strategy=config.parallel.strategy,
     )
-    return step_memory(request) or None
+    cut = config.parallel.tensor_parallel
+    return step_memory(request.cut(cut) if cut > 1 else request) or None
 
 
 def _first_lines(
