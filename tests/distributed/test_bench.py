@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,11 +98,8 @@ def spoiled_gradient(spoil):
                     parameter.grad.mul_(0.8)
         return loss
 
-    ModelSubject.backward = wrong
-    try:
+    with patch.object(ModelSubject, "backward", wrong):
         return judge(replace(SMALL, strategies=("burst",), dtype="bfloat16"))["burst"]
-    finally:
-        ModelSubject.backward = backward
 
 
 @pytest.mark.parametrize("spoil", ["k_proj", "input_layernorm", "lm_head"])

@@ -19,7 +19,7 @@ from tests.support import encoder_models as tiny
 EQUAL = [
     ("bert", "ForMaskedLM", "padded", 2),
     ("bert", "ForSequenceClassification", "padded", 3),
-    ("roberta", "ForMaskedLM", "whole", 4),
+    ("roberta", "ForMaskedLM", "whole", 2),
     ("modernbert", "ForMaskedLM", "padded", 3),
     ("gptj", "ForCausalLM", "packed", 4),
     ("opt", "ForCausalLM", "packed", 2),
@@ -31,15 +31,15 @@ EQUAL = [
 ]
 MORE = [
     ("roberta", "ForTokenClassification", "packed", 3),
-    ("rembert", "ForMaskedLM", "padded", 4),
+    ("rembert", "ForMaskedLM", "padded", 2),
     ("modernbert", "ForTokenClassification", "packed", 2),
-    ("modernbert", "ForSequenceClassification", "whole", 4),
+    ("modernbert", "ForSequenceClassification", "whole", 2),
     ("roformer", "ForMaskedLM", "packed", 3),
-    ("bert", "ForCausalLM", "packed", 4),
+    ("bert", "ForCausalLM", "packed", 2),
     ("gpt_neo", "ForCausalLM", "packed", 3),
     ("gpt_neox_japanese", "ForCausalLM", "padded", 3),
     ("openai-gpt", "ForCausalLM", "packed", 2),
-    ("xglm", "ForCausalLM", "padded", 4),
+    ("xglm", "ForCausalLM", "padded", 2),
     ("bart", "ForCausalLM", "packed", 3),
     ("whisper", "ForCausalLM", "packed", 2),
 ]

@@ -276,7 +276,7 @@ def test_documents_become_at_most_three_kinds() -> None:
 def test_a_choice_for_few_kinds_of_documents_suits_the_documents() -> None:
     """Equal documents of the same work lose 1.3 to 1.6 times in half of the first six cases."""
     call, lost = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=2, partial=2, accumulate=4), []
-    for draw in range(16):
+    for draw in range(0, 16, 2):
         planner = Planner(preset("h100-hgx+infiniband-400g"), tuple(n // 8 for n in range(16)), call)
         options = {"layout": "auto", "route": "direct", "rank": 0, "world": 16, "ulysses_degree": "auto"}
         one = make_schedule(1 << 17, mask=long_tailed(1 << 17, draw), planner=planner, **options)
