@@ -268,3 +268,31 @@ def test_whatever_the_checks_of_parts_depend_on_changes_their_state():
         assert watched.unchanged()
         change()
         assert not watched.unchanged()
+
+
+def test_the_digest_of_trained_weights_follows_each_change():
+    """Ranks of a tensor-parallel axis compare it in each call; it is made again only if a weight changed."""
+    model = make_model("llama")
+    watched, layer = parts.Watched(model), model.model.layers[0]
+    norm = layer.input_layernorm
+    seen = [watched.trained()]
+    for change in (
+        lambda: norm.weight.requires_grad_(False),
+        lambda: setattr(norm, "weight", torch.nn.Parameter(norm.weight.detach().clone())),
+        lambda: layer.mlp.up_proj.requires_grad_(False),
+        lambda: norm.register_parameter("shift", torch.nn.Parameter(torch.zeros(1))),
+    ):
+        change()
+        seen.append(watched.trained())
+        assert watched.trained() == seen[-1]
+    assert seen[0] == seen[2] and len({*seen}) == 4
+
+
+def test_a_hook_on_the_head_is_refused_whenever_it_comes():
+    model, ids = hf.parallelize(make_model("llama")), torch.ones(1, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids)
+    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="model's lm_head has a hook"):
+        model(input_ids=ids, labels=ids)
+    handle.remove()
+    assert model(input_ids=ids, labels=ids).loss > 0
