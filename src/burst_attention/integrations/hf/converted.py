@@ -306,7 +306,7 @@ def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str,
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     if hidden.shape[1] != length:
         raise ValueError(
-            f"input_ids has {hidden.shape[1]} tokens, the plan {length} of {seqlen} for this rank; {SHARD}"
+            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; {SHARD}"
         )
     for name in _CACHES:
         if kwargs.get(name) is not None:
