@@ -122,9 +122,9 @@ def is_causal(body: nn.Module) -> bool:
     if getattr(getattr(body, "config", None), "is_decoder", False):
         for name, causal in stated.items():
             if not causal:
-                kind = type(body).__name__
                 raise ValueError(
-                    f"{name} of {kind} says is_causal=False, but the configuration is_decoder=True; {ALONE}"
+                    f"{name} of {type(body).__name__} says is_causal=False, but the configuration is_decoder=True, so "
+                    f"its mask is not certain; {ALONE}"
                 )
     if len({*stated.values()}) < 2:
         return all(stated.values())
