@@ -59,7 +59,9 @@ class Memory:
         if self.offload is not None:
             check_place(self.offload)
             if self.recompute == "none":
-                raise ValueError(f"offload={self.offload!r} keeps inputs of recomputed layers; add recompute='layer'")
+                raise ValueError(
+                    f"offload={self.offload!r} keeps the inputs of recomputed layers; add recompute='layer'"
+                )
         if self.attention_chunks > 1 and self.recompute == "keep-attention":
             raise ValueError(
                 f"recompute='keep-attention' takes no attention_chunks={self.attention_chunks}; use recompute='layer'"
