@@ -198,7 +198,7 @@ def _fit(model: Any, cache: Any) -> Fit:
     by_states = any(known.mixers_of(body)) and not models.embeds_positions(model)  # nothing else knows positions
     if state.absolute and not by_states:
         raise ValueError(
-            f"past_key_values: {kind} has learned or scaled positions, which no cache over ranks has; leave it out"
+            f"past_key_values: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
     cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
     return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
