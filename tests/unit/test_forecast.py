@@ -180,6 +180,19 @@ def test_slow_links_between_nodes_ask_for_tensor_parallelism_inside_of_them(rate
     assert cut.sent["parameters"][1] < without.sent["parameters"][1]
 
 
+def test_each_sum_over_a_tensor_axis_waits_for_its_messages() -> None:
+    request = on_two_nodes(None)
+    fast, slow = (
+        replace(
+            request, cluster=replace(request.cluster, rates=replace(rates, inside=replace(rates.inside, latency=t)))
+        )
+        for rates in [request.cluster.rates]
+        for t in (0.0, 1e-3)
+    )
+    quick, late = (each.cut(2).tensor_sums("none").seconds for each in (fast, slow))
+    assert late - quick == pytest.approx(2 * (4 * request.model.layers + 2) * 1e-3)
+
+
 def test_meshes_are_compared_where_a_node_holds_them() -> None:
     names = [each.strategy for each in forecasts(on_two_nodes(None))]
     assert names[:3] == ["auto", "auto/tp:2", "burst"]

@@ -176,21 +176,22 @@ class Exchange:
     seconds: float = 0.0
 
 
-def gather(size: float, world: int, per_node: int, rates: Rates) -> Exchange:
-    """Return an all-gather of ``size`` bytes over all ranks by rings; a reduce-scatter costs the same.
+def gather(size: float, world: int, per_node: int, rates: Rates, *, calls: int = 1) -> Exchange:
+    """Return all-gathers of ``size`` bytes in all over all ranks by rings; a reduce-scatter costs the same.
 
     A node sends each part once to the next one, spread over its ranks' ports. The busier kind of link takes the time,
-    plus one message latency per doubling of the ranks.
+    plus one message latency per doubling of the ranks for each of the calls.
     """
     if world == 1:
         return Exchange()
     sent, here = size * (world - 1) / world, min(per_node, world)
     if world <= per_node:
-        return Exchange(inside=sent, seconds=sent / rates.inside.bytes_per_second + _latency(rates.inside, world))
+        latency = calls * _latency(rates.inside, world)
+        return Exchange(inside=sent, seconds=sent / rates.inside.bytes_per_second + latency)
     inside, across = sent * (here - 1) / here, sent / here
     port = across * (here if rates.across.shared else 1)
     seconds = max(inside / rates.inside.bytes_per_second, port / rates.across.bytes_per_second)
-    return Exchange(inside=inside, across=across, seconds=seconds + _latency(rates.across, world))
+    return Exchange(inside=inside, across=across, seconds=seconds + calls * _latency(rates.across, world))
 
 
 def _latency(link: Link, world: int) -> float:

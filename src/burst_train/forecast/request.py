@@ -104,9 +104,10 @@ class ForecastRequest:
         """
         if self.tensor_parallel == 1:
             return Exchange()
-        io, passes = self.dtype.itemsize, 4 + 2 * (remat != "none")
-        size = self.batch * self.tokens * self.model.hidden * (io * (passes * self.model.layers + 1) + max(4, io))
-        return gather(2 * size, self.tensor_parallel, self.tensor_parallel, self.cluster.rates)
+        io, sums = self.dtype.itemsize, self.model.layers * (4 + 2 * (remat != "none"))
+        size = self.batch * self.tokens * self.model.hidden * (io * (sums + 1) + max(4, io))
+        ranks, calls = self.tensor_parallel, 2 * (sums + 2)  # a sum is a scatter and a gather
+        return gather(2 * size, ranks, ranks, self.cluster.rates, calls=calls)
 
     @property
     def sharing(self) -> int:
