@@ -114,7 +114,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (19, "f859182555f6")
+LAST = (20, "1181f56248b0")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

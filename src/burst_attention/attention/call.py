@@ -29,7 +29,6 @@ from .passes import (
     SETTLED,
     Backward,
     Forward,
-    ResolvedCall,
     Settled,
     Tensors,
     cache,
@@ -153,7 +152,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 19
+FORMULA_VERSION = 20
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -295,7 +294,7 @@ def kernel_for(
 
 
 def shared_fields(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, call: ResolvedCall, wanted: list[bool], sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, groups: Groups, call: Settled, wanted: list[bool], sinks: Any
 ) -> dict[str, Any]:
     """What all ranks must pass equally. The values of ``sinks`` are a parameter's, which ranks keep equal."""
     return {
@@ -309,11 +308,11 @@ def shared_fields(
         "device": q.device.type,
         "scale": call.scale,
         "circulate": call.circulate,
-        "ulysses_degree": call.groups.query,
-        "cache_qkv": call.groups.keep,
-        "chunks": call.groups.chunks,
-        "gather_kv": call.groups.gather,
-        "kernel": call.kernel.name,
+        "ulysses_degree": groups.query,
+        "cache_qkv": groups.keep,
+        "chunks": call.chunks,
+        "gather_kv": call.gather,
+        "kernel": call.kernel,
         "softcap": call.softcap,
         "sinks": None if sinks is None else str(sinks.dtype),
         "gradients wanted by q, k, v, sinks": wanted,
@@ -331,8 +330,8 @@ def prepare_forward(
     heads: int,
     softcap: float | None = None,
     keeping: Tensors | None = None,
-) -> tuple[Program, Forward, ResolvedCall]:
-    """Check a call, and return its program, its pass and its resolved arguments."""
+) -> tuple[Program, Forward, Settled]:
+    """Check a call, and return its program, its pass and its resolved arguments, without its number."""
     if heads == 1:  # split_heads has checked the others
         check_tensors(q, k, v, plan.length, plan.keys_apart)
     plan.transport.check_device(q.device)
@@ -346,7 +345,8 @@ def prepare_forward(
         groups, circulate = plan.settle(shape, groups)
         plan.resolved[key] = chosen, groups, circulate, plan.schedule.program(circulate, Direction.FORWARD, groups)
     chosen, groups, circulate, program = plan.resolved[key]
-    call = ResolvedCall(1 / math.sqrt(q.shape[3]) if scale is None else scale, circulate, groups, chosen, softcap)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    call = Settled(0, scale, circulate, chosen.name, groups.chunks, groups.gather, softcap, of_lse=False)
     q, k, v = map(dense_rows, (q, k, v))
     q, positive = signless(q, call.scale)
     return program, Forward(q, k, v, positive, chosen, groups, keeping), call
@@ -435,7 +435,7 @@ def attend(
         keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
         program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
-        fields = {**shared_fields(q, k, v, plan, call, wants, sinks), "return_lse": return_lse}
+        fields = {**shared_fields(q, k, v, plan, work.groups, call, wants, sinks), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields, once=True)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
@@ -444,7 +444,7 @@ def attend(
         sums = sweep(program, plan.transport, work, plan.indices, call=number)
     out, log_sum = sums[Side.QUERY]
     out, log_sum = with_sinks(*with_lost_rows(out, log_sum, lost_rows(q)), sinks)
-    settled = Settled.of(number, call, of_lse=return_lse)
+    settled = replace(call, number=number, of_lse=return_lse)
     kept_q, kept_k, kept_v, kept_out, kept_lse = kept
     rounded = converted(out, q.dtype).contiguous()
     return rounded, log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v, kept_out, kept_lse

@@ -100,9 +100,7 @@ def _partial(
 
 def _merged(own: Tensor, transport: Transport, label: str) -> tuple[Tensor, Tensor]:
     """Exchange the parts of all ranks; return their merged (out, lse)."""
-    parts = [own if rank == transport.rank else torch.empty_like(own) for rank in range(transport.world)]
-    others = [[] if rank == transport.rank else [part] for rank, part in enumerate(parts)]
-    transport.all_to_all([[own] for _ in parts], others, label=label)
+    parts = transport.all_to_all([own] * transport.world, [len(own)] * transport.world, label=label)
     out, lse = parts[0][..., :-1].clone(), parts[0][..., -1].clone()
     for part in parts[1:]:
         merge_(out, lse, part[..., :-1], part[..., -1])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,16 +167,16 @@ class _Call:
         with self._entering(chunk):
             scale, cap = check_types(q, k, v, call.scale, call.kernel, softcap=call.softcap, sinks=call.sinks)
             self._degree, _ = split_heads(q, k, v, plan)
-            program, work, resolved = prepare_forward(
+            program, work, settled = prepare_forward(
                 q, k, v, plan, scale=scale, softcap=cap, kernel=call.kernel, heads=self._degree
             )
-            fields = shared_fields(q, k, v, plan, resolved, [wanted] * 4, call.sinks)
+            fields = shared_fields(q, k, v, plan, work.groups, settled, [wanted] * 4, call.sinks)
             fields["chunks of heads"] = self._projection.chunks
         if chunk == 0:
             plan.agreement.agree("burst_attention", fields, once=True)
             plan.usage.note_call()
             self._number = plan.transport.health.next_call()
-            self._settled = Settled.of(self._number, resolved, of_lse=False)
+            self._settled = replace(settled, number=self._number)
         return program, work
 
     def backward(

@@ -213,17 +213,6 @@ class Backward:
 Pass = Forward | Backward
 
 
-@dataclass(frozen=True, eq=False)
-class ResolvedCall:
-    """A call without its tensors, with ``None`` and ``auto`` resolved."""
-
-    scale: float
-    circulate: str
-    groups: Groups
-    kernel: Kernel
-    softcap: float | None
-
-
 SETTLED = 8  # numbers of a packed :class:`Settled`
 
 
@@ -245,13 +234,6 @@ class Settled:
         names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
         numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0, self.of_lse)
         return torch.tensor(numbers, dtype=torch.float64)
-
-    @classmethod
-    def of(cls, number: int, call: ResolvedCall, *, of_lse: bool) -> Settled:
-        """Return what the forward of ``call`` decided."""
-        groups = call.groups
-        chosen = call.circulate, call.kernel.name, groups.chunks, groups.gather, call.softcap
-        return cls(number, call.scale, *chosen, of_lse)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:

@@ -38,15 +38,6 @@ class _Reshard:
     grad: str
     number: int
 
-    def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str, number: int) -> list[Tensor]:
-        """Send ``parts[r]`` to each rank r; return what each rank r sent here, ``lengths[r]`` rows (dim 0)."""
-        rank = self.transport.rank
-        arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
-        arriving[rank] = parts[rank]
-        leaving, landing = [[x] for x in parts], [[x] for x in arriving]
-        self.transport.all_to_all(leaving, landing, label=f"unshard's {phase}", call=number)
-        return arriving
-
     def positions(self, rank: int, device: torch.device) -> Tensor:
         """Return the global rows that a rank holds."""
         return torch.from_numpy(self.layout.places(rank)).to(device)
@@ -54,7 +45,8 @@ class _Reshard:
     def gathered(self, x: Tensor, *, phase: str, number: int) -> Tensor:
         """Return the global tensor, of whose rows ``x`` has this rank's."""
         rows = x.movedim(self.dim, 0).contiguous()
-        shards = self.all_to_all([rows] * self.transport.world, list(self.layout.lengths), phase=phase, number=number)
+        leaving, label = [rows] * self.transport.world, f"unshard's {phase}"
+        shards = self.transport.all_to_all(leaving, self.layout.lengths, label=label, call=number)
         order = torch.from_numpy(self.layout.gather_order).to(x.device)
         return torch.cat(shards).index_select(0, order).movedim(0, self.dim).contiguous()
 
@@ -63,7 +55,8 @@ class _Reshard:
         rank, world = self.transport.rank, self.transport.world
         rows = x.movedim(self.dim, 0)
         parts = [rows.index_select(0, self.positions(r, x.device)) for r in range(world)]
-        arrived = self.all_to_all(parts, [self.layout.lengths[rank]] * world, phase=phase, number=number)
+        lengths, label = [self.layout.lengths[rank]] * world, f"unshard's {phase}"
+        arrived = self.transport.all_to_all(parts, lengths, label=label, call=number)
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(x.dtype))
         for part in arrived:
             total += part

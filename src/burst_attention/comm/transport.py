@@ -240,15 +240,18 @@ class Transport:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
 
-    def all_to_all(
-        self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str, call: int = 0
-    ) -> None:
-        """Send ``leaving[r]`` to each other rank r; fill ``arriving[r]`` with what r sends. Own entries are ignored."""
+    def all_to_all(self, leaving: Sequence[Tensor], rows: Sequence[int], *, label: str, call: int = 0) -> list[Tensor]:
+        """Send ``leaving[r]`` to each other rank r; return what each rank r sends here, ``rows[r]`` rows (dim 0)."""
         hops = range(1, self.world)
         ahead, behind = ([(self.rank + step * hop) % self.world for hop in hops] for step in (1, -1))
-        sends = [Send(peer, x.contiguous()) for peer in ahead for x in leaving[peer]]
-        receives = [Receive(peer, x) for peer in behind for x in arriving[peer]]
+        arriving = [
+            x if rank == self.rank else x.new_empty(count, *x.shape[1:])
+            for rank, (x, count) in enumerate(zip(leaving, rows, strict=True))
+        ]
+        sends = [Send(peer, leaving[peer].contiguous()) for peer in ahead]
+        receives = [Receive(peer, arriving[peer]) for peer in behind]
         self.wait(self.post(sends, receives, label=label, call=call))
+        return arriving
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group can't carry tensors on ``device``."""
