@@ -27,7 +27,6 @@ from .choice import (
     LAYOUTS_TRIED,
     Candidate,
     Prediction,
-    Share,
     by_work_and_bytes,
     candidates,
     chunkings,
@@ -101,14 +100,13 @@ class Planner:
         world: int,
         keys: Layout | None = None,
         query_offset: int = 0,
-        share: Share | None = None,
     ) -> Schedule:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` may win. With whole heads the route
         with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys`` it is
-        direct. With ``share`` all ranks call this together, and divide the simulations for the layout among them.
+        direct.
         Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
@@ -119,7 +117,7 @@ class Planner:
         over = ROUTES["direct" if route == "auto" else route]
         over = replace(over, nodes=nodes or ()) if over.by_nodes else over
         given = Schedule(layout, mask, over, rank, strategy, keys=keys)
-        direct = self._laid_out(given, alike=False, share=share)
+        direct = self._laid_out(given, alike=False)
         degree = given.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
@@ -149,7 +147,7 @@ class Planner:
 
         return remembered(derived, key, made, most=MOST_DERIVED)
 
-    def _laid_out(self, schedule: Schedule, *, alike: bool = True, share: Share | None = None) -> Schedule:
+    def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
         """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
 
         ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
@@ -166,9 +164,7 @@ class Planner:
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER and keys is None
         given = {BALANCED: [*cuts(layouts[0], known, strategy)]} if even else {}
-        found = [
-            self.predict_for_links(each, known, given.get(each.layout.name), alike=alike, share=share) for each in tried
-        ]
+        found = [self.predict_for_links(each, known, given.get(each.layout.name), alike=alike) for each in tried]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 
@@ -269,12 +265,10 @@ class Planner:
         given: Sequence[Groups] | None = None,
         *,
         alike: bool = True,
-        share: Share | None = None,
     ) -> list[list[Prediction]]:
         """Predict as :meth:`predictions` does, for each of :meth:`wires`; ``given``: the allowed splits of heads.
 
-        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
-        ranks call this together, and divide the simulations among them.
+        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result.
         """
         shape = replace(shape, batch=1)
 
@@ -295,7 +289,7 @@ class Planner:
                 traffic = TrafficModel(layout, regions, keys=keys)
                 tried = candidates(traffic, shape, ways, circulate, by_rule=by_rule, grad=planner.grad)
                 wires = planner.wires(layout.world)
-                return predict(traffic, shape, tried, wires, times=planner.times, calls=planner.calls, share=share)
+                return predict(traffic, shape, tried, wires, times=planner.times, calls=planner.calls)
 
             return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *ways), predicted)
 
