@@ -15,7 +15,6 @@ from burst_attention.attention.plan import Plan
 
 from .known import names
 
-SHARD = "shard the batch with hf.shard_batch(batch, plan)"
 UNSTATED: Any = object()
 ATTRIBUTE = "_burst_plans"  # holds the plans of a module that gets no keywords from the modules around it
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
@@ -190,12 +189,18 @@ def mark_attended(plans: Any, position_ids: Any) -> None:
         each.usage.note(position_ids)
 
 
+def check_tokens(count: int, plan: Plan) -> None:
+    """Refuse a batch that was not sharded."""
+    if count != plan.length:
+        raise ValueError(
+            f"input_ids has {count} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
+            "shard the batch with hf.shard_batch(batch, plan)"
+        )
+
+
 def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
     """Refuse a batch that was not sharded, and keys from a cache."""
-    if query.shape[2] != plan.length:
-        raise ValueError(
-            f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; {SHARD}"
-        )
+    check_tokens(query.shape[2], plan)
     if key.shape[2] != plan.key_length:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans
+from burst_attention.attention.plan import Plan
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks, known
-from .checks import ALONE, ATTRIBUTE, SHARD, plans_of
+from .checks import ALONE, ATTRIBUTE, plans_of
 from .classes import Converted, become, revert, stock_class
 from .dealt import DealtCache, Step
 from .own_attention import OwnAttention
@@ -178,7 +179,7 @@ class _Mixer(Converted):
             if isinstance(kwargs.get(name), DealtCache):
                 cache = kwargs.pop(name)
         with plan.agreement.entering("a recurrent layer", once=True):
-            _check(plan.length, plan.seqlen, args, kwargs)
+            _check(plan, args, kwargs)
         checks.mark_attended(plans, plans.positions if derived else kwargs.get("position_ids"))
         with nullcontext() if cache is None else cache.recurring(self.layer_idx) as past:
             return over_runs(self, RunExchange(plan, past=past))(*args, **kwargs)
@@ -248,7 +249,7 @@ class _Tempered(Converted):
         if given is not None and past_key_values is None:
             plans = Plans.of(given)
             with plans.one.agreement.entering("burst_attention", once=True):
-                _check(plans.one.length, plans.one.seqlen, (hidden_states,), {})
+                _check(plans.one, (hidden_states,), {})
             places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
             past_key_values = _Places(places.to(hidden_states.device))
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
@@ -302,12 +303,8 @@ _JUDGES: tuple[tuple[Callable[[nn.Module], Any], type[Converted]], ...] = (
 )
 
 
-def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    if hidden.shape[1] != length:
-        raise ValueError(
-            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; {SHARD}"
-        )
+def _check(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    checks.check_tokens((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1], plan)
     for name in _CACHES:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")
