@@ -119,13 +119,11 @@ class _Products(TorchFunctionMode):
             return self._fused(*args, **kwargs)
         if name == "baddbmm" and len(args) == 3 and not args[0].any():
             name, factors, scale = "bmm", args[1:], float(kwargs.get("alpha", 1.0))
-        if name in ("matmul", "bmm") and len(factors) == 2 and self._are_queries_and_keys(*factors):
-            return _Scores(self._layer, factors[0], factors[1].transpose(-1, -2), scale)
+        if name in ("matmul", "bmm") and len(factors) == 2:
+            (a, b), tokens = factors, self._layer.length
+            if a.dim() >= 3 and a.shape[-2] == tokens == b.shape[-1] and a.shape[-1] == b.shape[-2]:
+                return _Scores(self._layer, a, b.transpose(-1, -2), scale)
         return func(*args, **kwargs)
-
-    def _are_queries_and_keys(self, a: Any, b: Any) -> bool:
-        tokens = self._layer.length
-        return a.dim() >= 3 and a.shape[-2] == tokens and b.shape[-1] == tokens and a.shape[-1] == b.shape[-2]
 
     def _fused(self, q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any) -> Tensor:
         scale = options.pop("scale", None)

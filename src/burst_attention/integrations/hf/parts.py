@@ -338,9 +338,6 @@ def calls_interface(module: nn.Module) -> bool:
 
 def _places_tokens(module: nn.Module) -> bool:
     """Return whether a module embeds positions but takes no ``position_ids``."""
-    places = (name for name, child in module.named_children() if "position" in name and not _knows_places(child))
-    return next(places, None) is not None and "position_ids" not in inspect.signature(module.forward).parameters
-
-
-def _knows_places(module: nn.Module) -> bool:
-    return is_called(module, "RotaryEmbedding") or known.is_counted(module)
+    places = [child for name, child in module.named_children() if "position" in name]
+    placing = [each for each in places if not (is_called(each, "RotaryEmbedding") or known.is_counted(each))]
+    return bool(placing) and "position_ids" not in inspect.signature(module.forward).parameters

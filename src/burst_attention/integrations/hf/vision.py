@@ -216,8 +216,14 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
     for reach, together in groups.items():
         if together is not None and reach in made:
             made[reach] = made[reach].with_mask(replace(made[reach].mask, together=together))
-    for kind, each in asked.items():
-        _check_reach(kind, each, made)
+    for kind, each in asked.items():  # groups must not see each other farther than the window, unless it covers them
+        if each.together is not None and each.window is not None and each.beyond:
+            longest = made[each.window].mask.together.reach
+            if longest > each.window:
+                raise ValueError(
+                    f"attention_mask: {kind or 'a layer'} asks for {longest} tokens that see each other, beyond its "
+                    f"sliding_window={each.window}; use a model with a larger window"
+                )
     masked = Plans(made, masked=any(each is not None for each in groups.values()))
     if not isinstance(mask, Mapping):
         return masked, None
@@ -235,15 +241,3 @@ def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
         return groups[0]
     first = torch.arange(len(groups))[:, None] * (groups.max() + 1)  # models number the groups of each row from 0
     return torch.where(groups < 0, groups, groups + first).flatten()
-
-
-def _check_reach(kind: str, request: MaskRequest, plans: Mapping[Reach, Any]) -> None:
-    """Refuse groups that see each other farther than the window, unless the window covers them."""
-    if request.together is None or request.window is None or not request.beyond:
-        return
-    longest = plans[request.window].mask.together.reach
-    if longest > request.window:
-        raise ValueError(
-            f"attention_mask: {kind or 'a layer'} asks for {longest} tokens that see each other, beyond its "
-            f"sliding_window={request.window}; use a model with a larger window"
-        )
