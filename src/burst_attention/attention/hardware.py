@@ -59,15 +59,6 @@ class CallShape:
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat={self.remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
 
-    @staticmethod
-    def of(call: Any) -> CallShape:
-        """Return ``call``, or an empty one for None."""
-        if not isinstance(call, CallShape | None):
-            raise TypeError(
-                f"call={call!r} must be a CallShape, such as CallShape(q_heads=32, kv_heads=8, head_dim=128)"
-            )
-        return call or CallShape()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -86,12 +77,14 @@ class Hardware:
     rates: RatesGiven = None
     nodes: Sequence[int] | DeviceMesh | None = None
 
-    @staticmethod
-    def of(hardware: Any) -> Hardware:
-        """Return ``hardware``, or an empty one for None."""
-        if not isinstance(hardware, Hardware | None):
-            raise TypeError(f"hardware={hardware!r} must be a Hardware, such as Hardware(rates='h100-hgx')")
-        return hardware or Hardware()
+
+def checked_kinds(call: Any, hardware: Any) -> tuple[CallShape, Hardware]:
+    """Return ``make_plan``'s two arguments, empty ones for None; raise TypeError for anything else."""
+    if not isinstance(call, CallShape | None):
+        raise TypeError(f"call={call!r} must be a CallShape, such as CallShape(q_heads=32, kv_heads=8, head_dim=128)")
+    if not isinstance(hardware, Hardware | None):
+        raise TypeError(f"hardware={hardware!r} must be a Hardware, such as Hardware(rates='h100-hgx')")
+    return call or CallShape(), hardware or Hardware()
 
 
 def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -> Rates | None:

@@ -25,6 +25,7 @@ from .hardware import (
     CallShape,
     Hardware,
     carries_gpus,
+    checked_kinds,
     known_rates,
     known_shape,
     resolve_nodes,
@@ -85,7 +86,7 @@ def make_plan(
         seqlen = check_seqlen(seqlen)
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         asked = strategy_of(strategy)
-        hardware, call = Hardware.of(hardware), CallShape.of(call)
+        call, hardware = checked_kinds(call, hardware)
         known, at = known_shape(call), resolve_nodes(hardware.nodes, resolved, world)
         options: dict[str, Any] = {"mask": Mask() if mask is None else mask, "strategy": asked}
         options |= {"rank": rank, "world": world, **check_keys(keys, query_offset)}

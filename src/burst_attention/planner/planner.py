@@ -106,8 +106,7 @@ class Planner:
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` may win. With whole heads the route
         with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys`` it is
-        direct.
-        Raise TypeError or ValueError if the arguments don't fit each other.
+        direct. Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
         name = LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout
@@ -148,10 +147,7 @@ class Planner:
         return remembered(derived, key, made, most=MOST_DERIVED)
 
     def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
-        """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
-
-        ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
-        """
+        """Choose an open layout for the expected calls; without ``alike`` few documents are used as they are."""
         known, strategy = self.known, schedule.strategy
         if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
             return schedule
