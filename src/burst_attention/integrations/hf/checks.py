@@ -175,7 +175,7 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:
     """Refuse a layer if only one of the layer and the plan's mask is causal."""
-    if any(causal != plan.mask.causal for causal in stated):
+    if [causal for causal in stated if causal != plan.mask.causal]:
         raise ValueError(
             f"is_causal={not plan.mask.causal} of the layer is not the causal={plan.mask.causal} of the plan's mask; "
             f"make the plan with Mask(causal={not plan.mask.causal})"
