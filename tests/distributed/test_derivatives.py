@@ -40,6 +40,7 @@ CALLS = {
     "next_token_loss": loss_of,
     "token_log_probs": log_probs_of,
     "unshard": lambda plan: lambda x: plan.unshard(x, 2, grad="sum"),
+    "sum_shards": lambda plan: lambda x: plan.sum_shards(torch.cat([x] * plan.world, 2), 2),
 }
 
 
@@ -114,7 +115,7 @@ def test_batches_of_gradients_are_right_or_refused() -> None:
     x = tensor(plan, 1, 2, SEQLEN, 4)
     jacobian, function = torch.autograd.functional.jacobian, CALLS["burst_attention"](plan)
     assert torch.equal(jacobian(function, x, vectorize=True), jacobian(function, x))
-    for call in ("next_token_loss", "token_log_probs", "unshard"):
+    for call in ("next_token_loss", "token_log_probs", "unshard", "sum_shards"):
         with pytest.raises(ValueError, match=f"the backward of {call} takes no batches of gradients"):
             jacobian(CALLS[call](plan), x, vectorize=True)
 

@@ -37,6 +37,10 @@ def unshard(plan):
     return plan.unshard(inputs(plan, 1)[0], 2, grad="sum")
 
 
+def sum_shards(plan):
+    return plan.sum_shards(torch.ones(1, SEQLEN, requires_grad=True), 1)
+
+
 def loss(plan, function=next_token_loss):
     hidden = torch.randn(1, plan.length, 4, generator=torch.Generator().manual_seed(plan.rank)).requires_grad_()
     return function(hidden, torch.ones(7, 4), torch.zeros(1, plan.length, dtype=torch.int64), plan)
@@ -56,6 +60,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "burst_attention as an operator": ("burst_attention.attention.call.kernel_for", attention),
     "make_plan": ("burst_attention.attention.new_plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
+    "sum_shards": ("burst_attention.attention.unshard.check_transforms", sum_shards),
     "next_token_loss": ("burst_attention.loss.next_token.check_arguments", loss),
     "next_token_loss's logits": ("burst_attention.loss.next_token.measure", loss),
     "next_token_nll, reported in the next call": (

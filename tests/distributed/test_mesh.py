@@ -200,6 +200,29 @@ def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own,
         assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
 
 
+def summed_over_a_context(first, second):
+    """Parallelize again with the other ``gradients``; return the greatest relative errors of loss and gradients."""
+    mesh, batch, one = mesh_of(1, 2, 2), batch_of("plain", 1), model_of("mixtral")
+    model = hf.tensor_parallel(model_of("mixtral"), mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep"))
+    hf.unparallelize(hf.parallelize(model, mesh["cp"], gradients=first, timeout=30))
+    hf.parallelize(model, mesh["cp"], gradients=second, timeout=30)
+    wanted, loss = stock_loss(one, batch), model(**batch).loss
+    wanted.backward(), loss.backward()
+    if second == "sum":
+        for name, x in model.named_parameters():
+            if "experts" not in name:
+                x.grad *= mesh["cp"].size()  # a sum over the context, less the mean that follows
+    found = whole_gradients(model, mesh, shards=False)
+    return abs(loss.item() / wanted.item() - 1), worst(found, {n: x.grad for n, x in one.named_parameters()})
+
+
+@pytest.mark.parametrize(("first", "second"), [("mean", "sum"), ("sum", "mean")])
+def test_gradients_of_shared_experts_are_whole(pools, first, second):
+    for loss, gradient in pools(4).run(summed_over_a_context, first, second):
+        assert loss <= 5e-7
+        assert gradient <= 2e-6
+
+
 @pytest.mark.parametrize("shards", [False, True])
 def test_gradients_accumulate(pools, shards):
     """transformers' style of q_norm and k_norm sums earlier backwards again: 2.33 times three of them."""

@@ -135,6 +135,8 @@ PLAN: Cases = [
     ("plan.shard(x, 5)", "ValueError: dim=5 is out of range for x with 3 dims"),
     ("plan.shard(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be the sequence, 8 tokens"),
     ("plan.unshard(x, 1, grad='mean')", "ValueError: grad='mean' is unknown; choose slice or sum"),
+    ("plan.sum_shards(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be the sequence's 8 tokens"),
+    ("plan.sum_shards([1], 0)", "TypeError: x is a list, not a tensor; pass the sequence's 8 tokens"),
     ("plan.unshard(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be this rank's 8 tokens"),
     ("plan.shard_labels(torch.zeros(8))", "ValueError: labels has shape [8]; it must be [batch, 8], unshifted"),
     (

@@ -294,6 +294,9 @@ class Plan:
 
         The sum is in rank order, in fp32 at least. The gradient is gathered: each rank gets that of the whole ``x``.
         Every rank must call it, with equal shapes and dtypes.
+
+        Raises:
+            TypeError, ValueError: ``x`` does not have the sequence's tokens along ``dim``; on every rank.
         """
         return resharding.sum_shards(x, dim, self.schedule.layout, self.transport, self.agreement)
 

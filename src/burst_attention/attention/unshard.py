@@ -75,17 +75,43 @@ class _Reshard:
 def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
-    with agreement.entering("unshard", once=True):
+    call = _agreed("unshard", x, dim, length, "this rank's", grad, layout, transport, agreement)
+    with transport.health.failing("unshard"):
+        whole: Tensor = _Unshard.apply(x, call)
+    return whole
+
+
+def sum_shards(x: Tensor, dim: int, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
+    """Implement :meth:`burst_attention.Plan.sum_shards`."""
+    call = _agreed("sum_shards", x, dim, layout.seqlen, "the sequence's", "sum", layout, transport, agreement)
+    with transport.health.failing("sum_shards"):
+        own: Tensor = _SumShards.apply(x, call)
+    return own
+
+
+def _agreed(
+    name: str,
+    x: Tensor,
+    dim: int,
+    length: int,
+    whose: str,
+    grad: str,
+    layout: Places,
+    transport: Transport,
+    agreement: Agreement,
+) -> _Reshard:
+    """Check a call, and agree on it with the other ranks; ``length``: of x along ``dim``."""
+    with agreement.entering(name, once=True):
         if not isinstance(x, Tensor):
-            raise TypeError(f"x is a {type(x).__name__}, not a tensor; pass this rank's shard")
-        check_transforms("unshard", x=x)
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor; pass {whose} {length} tokens")
+        check_transforms(name, x=x)
         transport.check_device(x.device)
         if grad not in ("slice", "sum"):
             raise ValueError(f"grad={grad!r} is unknown; choose slice or sum")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim} is outside of x's {x.ndim} dims")
         if x.shape[dim] != length:
-            raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be this rank's {length} tokens")
+            raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be {whose} {length} tokens")
         dim %= x.ndim
         fields = {
             "other dims": [*x.shape[:dim], *x.shape[dim + 1 :]],
@@ -96,25 +122,8 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport
             "seqlen": layout.seqlen,
             "layout": layout.description,
         }
-    agreement.agree("unshard", fields, once=True)
-    with transport.health.failing("unshard"):
-        whole: Tensor = _Unshard.apply(x, _Reshard(layout, transport, dim, grad, transport.health.next_call()))
-    return whole
-
-
-def sum_shards(x: Tensor, dim: int, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
-    """Implement :meth:`burst_attention.Plan.sum_shards`."""
-    fields = {
-        "shape": [*x.shape],
-        "dim": dim,
-        "dtype": str(x.dtype),
-        "gradient wanted": x.requires_grad and torch.is_grad_enabled(),
-        "layout": layout.description,
-    }
-    agreement.agree("sum_shards", fields, once=True)
-    with transport.health.failing("sum_shards"):
-        own: Tensor = _SumShards.apply(x, _Reshard(layout, transport, dim, "sum", transport.health.next_call()))
-    return own
+    agreement.agree(name, fields, once=True)
+    return _Reshard(layout, transport, dim, grad, transport.health.next_call())
 
 
 class _Unshard(torch.autograd.Function):

@@ -243,8 +243,8 @@ class ShardedCache(DealtCache):
             self._models.clear()
         if cut != self._cut:
             raise ValueError(
-                f"past_key_values was filled by a model cut over {self._cut} tensor-parallel ranks, this one is cut "
-                f"over {cut}; make a new ShardedCache"
+                f"past_key_values was filled by a model whose weights were cut over {self._cut} ranks, this one's are "
+                f"cut over {cut}; make a new ShardedCache"
             )
         versions = _versions_of(model)
         before = self._models.get(model, versions)

@@ -170,9 +170,9 @@ def cut_of(model: Any) -> Cut | None:
 
 
 def ranks_of(model: Any) -> int:
-    """Return over how many ranks a model is cut."""
+    """Return over how many ranks a model is cut, the experts' among them."""
     cut = cut_of(model)
-    return 1 if cut is None else cut.mesh.size()
+    return 1 if cut is None else cut.experts.size()
 
 
 def is_cut_by_us(model: Any, module: nn.Module) -> bool:

@@ -98,6 +98,7 @@ def _share_experts(module: Any, how: Cut) -> None:
     """
     rank, by_context = how.experts.get_local_rank(), how.by_context
     module.burst_by_context = by_context
+    own_loop = type(module).__name__ == "GptOssExperts"
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         plans = plans_of(module) if by_context else ALONE
@@ -110,8 +111,8 @@ def _share_experts(module: Any, how: Cut) -> None:
         count = module.num_experts  # of this rank
         away = index // count != rank
         # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
-        eager = module.config._experts_implementation == "eager"
-        index = torch.where(away, 0 if eager else count, index % count)
+        none = 0 if own_loop and module.config._experts_implementation == "eager" else count
+        index = torch.where(away, none, index % count)
         with own_experts(module, how.share):
             out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
         return Summed.apply(out if plan is None else own_tokens(out, plan), group)

@@ -96,7 +96,7 @@ class BurstMixin(OneGeneration):
         trainer: Any = self
         check_settings(trainer)
         if memory is not None:
-            check_memory(memory, trainer, self._context_size)
+            check_memory(memory, trainer, self._shared)
         if self._shared == 1:
             return
         if self._tensor_size > 1:
