@@ -198,10 +198,8 @@ def _counter_of_positions(body: Any) -> Any:
 
 
 def tables_of(body: nn.Module) -> dict[str, int]:
-    """Return how many values each integer input of a body may have, by name, where a learned or fixed table limits it.
-
-    A table's rows before its ``offset`` are for padding. Vision and audio towers have their own positions.
-    """
+    """Return how many values each integer input of a body may have, by name, where a table limits it."""
+    # A table's rows before its ``offset`` are for padding. Vision and audio towers have their own positions.
     found: dict[str, int] = {}
     sizes = {name: x.num_embeddings for name, x in body.named_modules() if isinstance(x, nn.Embedding)}
     sizes = {name: rows - getattr(body.get_submodule(name), "offset", 0) for name, rows in sizes.items()}

@@ -65,17 +65,12 @@ class Attention:
         s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Check the layer's arguments, then compute its attention.
+        """Check the layer's arguments, then compute its attention [B, S_local, Hq, Dv]; no weights.
 
         Args:
-            query: [B, Hq, S_local, D].
-            key, value: [B, Hkv, S_local, D or Dv].
-            softcap, s_aux: the layer's soft cap, and its sinks [Hq].
+            query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv]; s_aux: the layer's sinks [Hq].
             attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
                 has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
-
-        Returns:
-            [B, S_local, Hq, Dv], and None for the attention weights.
         """
         plan = converted.given_to(module) if plan is None else plan
         options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
@@ -198,10 +193,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def call_shape(model: Any, chunks: int = 1, ranks: int = 1) -> CallShape:
-    """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say.
-
-    ``chunks``: of heads, each a call. ``ranks``: over how many tensor parallelism cuts the heads.
-    """
+    """Return the shape of a layer's calls, one for each chunk of heads, whose heads are cut over ``ranks``."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     try:

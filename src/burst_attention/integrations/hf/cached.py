@@ -76,12 +76,7 @@ def weights_of(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
 
 @contextmanager
 def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> Iterator[None]:
-    """Agree on a call of ``generate`` with the other ranks; inside this context, only the first token checks the model.
-
-    Raises:
-        TypeError, ValueError: an argument is not supported with this cache; on every rank.
-        DisagreementError: prompts, settings or random states differ between ranks.
-    """
+    """Agree on a call of ``generate`` with the other ranks; inside, only the first token checks the model."""
     state = model._burst
     with state.meeting.entering("generate"):
         if "past_key_values" not in stub_forward.parameters_of(model.stock_class.forward):

@@ -37,13 +37,9 @@ class DealtCache(Cache):
 
 @dataclass(frozen=True)
 class Step:
-    """Stands for the plan in a call whose queries are on every rank.
+    """Stands for the plan in a call whose queries are on every rank."""
 
-    ``attend`` computes a layer's attention, [B, Hq, n, Dv]: a function of (q, keys, values, layer's number, reach or
-    ``UNSTATED``, scale, softcap, sinks).
-    """
-
-    attend: Callable[..., Tensor]
+    attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks)
 
     def of_layer(
         self, module: torch.nn.Module, qkv: tuple[Tensor, ...], mask: Any, window: Any, options: dict[str, Any]

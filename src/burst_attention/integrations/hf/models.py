@@ -286,9 +286,8 @@ class _Run(NamedTuple):
 def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
     """Return a function that runs the model on documents of 7 tokens, where each token sees only itself.
 
-    The function takes the documents' numbers, which give their ids; whether positions are ``counted`` over all of them
-    or restart; and which of them is ``loud``: the inputs of all its layers are ten times as large. It appends to
-    ``reached`` whenever the model calls the attention.
+    It takes the documents' numbers, which give their ids; whether positions are ``counted`` over all of them; and which
+    is ``loud``: the inputs of its layers are ten times as large. Calls of the attention are noted in ``reached``.
     """
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, **options: Any) -> torch.Tensor:

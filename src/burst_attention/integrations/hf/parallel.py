@@ -222,10 +222,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def _form_of(model: Any) -> LogitForm | None:
-    """Return the form of the logits; None for classifiers, encoders and heads of several layers.
-
-    Their heads get the hidden states of whole sequences.
-    """
+    """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
     if stub_forward.is_stock(model) and (heads.is_nested(model) or not _is_causal(model)):

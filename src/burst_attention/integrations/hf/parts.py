@@ -173,10 +173,7 @@ def hooks_of(module: nn.Module) -> Iterable[Any]:
 def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bool = True) -> None:
     """Refuse parts in training mode that draw random values, which would differ on ranks and when computed again.
 
-    Args:
-        model: the model.
-        body: the part that runs on shards, if not all of the model; the rest runs whole on each rank.
-        dropout: False allows ``nn.Dropout``, because ``eval()`` may follow.
+    ``body``: what runs on shards, if not all. ``dropout=False`` allows ``nn.Dropout``, because ``eval()`` may follow.
     """
     inside = {id(part) for part in (model if body is None else body).modules()}
     for name, part in model.named_modules():

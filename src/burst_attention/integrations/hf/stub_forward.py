@@ -136,10 +136,7 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
 
 
 class Around:
-    """Runs a parallelized model's own forward around its body, which it must call once, on the given batch.
-
-    ``batch``: names of the arguments that the body must get. ``router``: whether it returns its router's logits.
-    """
+    """Runs a parallelized model's own forward around its body, which it must call once, on the arguments ``batch``."""
 
     def __init__(self, model: Any, given: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
         self._model, self._given, self._router = model, given, router
@@ -148,13 +145,7 @@ class Around:
         self._kind = stock_class(model).__name__
 
     def run(self, body: Callable[[], Any], entering: Callable[[], Any], *, keep: bool = True) -> Any:
-        """Run the forward and return its output.
-
-        Args:
-            body: returns the body's results for the whole batch.
-            entering: returns the context in which the forward's call of the body is checked.
-            keep: whether attributes that the forward sets stay on the model.
-        """
+        """Run the forward on the body's results; ``keep``: attributes that it sets stay. ``entering`` guards checks."""
         prefix, states = body_name(self._model), [random_states(self._model)]
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:

@@ -197,10 +197,7 @@ def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
 
 
 def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
-    """Return the plans with the groups of tokens that the model's masks ask for, and masks without them.
-
-    ``mask``: what the language model got as ``attention_mask``: requests by kind of layer, one request, or anything.
-    """
+    """Return the plans with the groups of tokens that ``attention_mask`` asks for, and that mask without them."""
     asked = mask if isinstance(mask, Mapping) else {"": mask}
     asked = {kind: each for kind, each in asked.items() if isinstance(each, MaskRequest)}
     for kind, each in asked.items():  # padding is behind the tokens, where no token sees it
