@@ -15,7 +15,7 @@ from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.distributed.test_hf_parallel import BATCHES, gradients
 from tests.support.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
-from tests.support.hf_models import make_model
+from tests.support.hf_models import fixed_strategy, make_model
 
 CASE = "packed by row"
 
@@ -46,12 +46,12 @@ def trained(tuner, variant=None, case=CASE, late=False):
     base = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False)
     try:
         if late:  # attach the adapter after the model has run over ranks
-            base = hf.parallelize(base.double(), timeout=30)
+            base = hf.parallelize(base.double(), strategy=fixed_strategy(tuner), timeout=30)
             base(**batch)
             model = adapted(base, config)
         else:
             model = adapted(base, config).train()
-            hf.parallelize(model, timeout=30)
+            hf.parallelize(model, strategy=fixed_strategy(tuner, variant), timeout=30)
         loss = model(**batch).loss
     except (TypeError, ValueError) as refusal:
         return f"{type(refusal).__name__}: {refusal}"
@@ -134,7 +134,8 @@ def draws_later(kind, rate, how):
     """Run a parallelized model, make its adapter draw weights, and run it again in evaluation and in training mode."""
     options = {"r": 4, "target_modules": LINEARS}
     config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
-    model = hf.parallelize(adapted(make_model("llama", "sdpa", dtype=torch.float32), config(**options)), timeout=30)
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config(**options))
+    hf.parallelize(model, strategy=fixed_strategy(how), timeout=30)
     batch = BATCHES[CASE]()
     model.train()(**batch)
     if how == "added":

@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
-from tests.support.hf_models import MIXED, SMALL, WINDOW
+from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
 
 EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
 LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 8} | EAGER
@@ -51,7 +51,8 @@ def one_process(model, batch):
 
 def stock_and_parallel(name, memory, batch, group=None):
     """Return (loss, gradients) of the stock model on the whole batch, and of the parallelized one."""
-    stock, model = model_of(name), hf.parallelize(model_of(name), group, gradients="sum", memory=memory)
+    stock, model = model_of(name), model_of(name)
+    hf.parallelize(model, group, strategy=WHOLE_HEADS, gradients="sum", memory=memory)
     loss, expected = model(**BATCHES[batch]()).loss, one_process(stock, BATCHES[batch]())
     found, right = gradients(model, loss), gradients(stock, expected)
     for grad in found.values():
@@ -133,7 +134,7 @@ def wrapped(memory, way):
     """Return (loss, this rank's shards of gradients) in fp32, without the options and with them; twice."""
     results = []
     for options in (None, memory, memory):
-        model = hf.parallelize(model_of("qwen3").float(), memory=options)
+        model = hf.parallelize(model_of("qwen3").float(), strategy=WHOLE_HEADS, memory=options)
         if way == "ddp":
             model = torch.nn.parallel.DistributedDataParallel(model)
         for part in (*model.model.layers, model) if way == "fsdp2" else ():

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, refusal, stock_loss, worst_error
 from tests.distributed.test_hf_wrapped import classifier, norm
-from tests.support.hf_models import SMALL
+from tests.support.hf_models import SMALL, fixed_strategy
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
@@ -127,7 +127,7 @@ def against_one(name, loss, when, case, reduction):
     wanted = gradients(one, expected)
     if when == "before":
         give(model, loss)
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(name, loss), gradients=reduction, timeout=30)
     if when == "after":
         give(model, loss)
     out = model(**batch)
@@ -157,7 +157,7 @@ def test_the_models_own_loss_or_forward(pools, world, name, loss, when, case, re
 
 
 def refused(name, loss, case, changes):
-    model = hf.parallelize(own(name), timeout=10)
+    model = hf.parallelize(own(name), strategy=fixed_strategy(name), timeout=10)
     if loss != "on rank 1 alone":
         give(model, loss)
     elif dist.get_rank() == 1:
@@ -187,7 +187,7 @@ def test_what_cannot_be_proved_is_refused_by_name(pools, name, loss, case, chang
 
 def sharded(loss, head):
     """Return (loss, gradient norm) under FSDP2, and on one device."""
-    one, model = model_of("llama"), hf.parallelize(model_of("llama"), timeout=30)
+    one, model = model_of("llama"), hf.parallelize(model_of("llama"), strategy=fixed_strategy(loss), timeout=30)
     give(one, loss)
     give(model, loss)
     expected = stock_loss(one, plain()) if loss is None else one(**plain()).loss
@@ -219,7 +219,7 @@ def test_a_head_that_is_sharded_alone_names_the_group(pools):
 
 
 def fused_and_plain(items):
-    model = hf.parallelize(model_of("llama"), timeout=30)
+    model = hf.parallelize(model_of("llama"), strategy=fixed_strategy(), timeout=30)
     options = plain() | {"num_items_in_batch": items}
     return model(**options, fused_lm_head=True).loss.item(), model(**options).loss.item()
 
@@ -235,7 +235,7 @@ def tuples(reduction):
     given = {"input_ids": ids, "labels": torch.tensor([0.5, -1.0], dtype=torch.float64), "return_dict": False}
     expected = one(**given)
     wanted = gradients(one, expected[0])
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(reduction), gradients=reduction, timeout=30)
     out = model(**given)
     got = gradients(model, out[0])
     torch.testing.assert_close(out[:2], expected[:2], rtol=2e-6, atol=2e-6)

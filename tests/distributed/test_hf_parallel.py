@@ -18,7 +18,7 @@ from transformers import (
 
 from burst_attention import make_plan
 from burst_attention.integrations import hf
-from tests.support.hf_models import SMALL, VOCABULARY, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
 
 LENGTH = 37  # not divisible by any number of ranks
 
@@ -206,7 +206,8 @@ def against_stock(name, case, reduction, checkpointing=None):
     alone = name == "llama4" and "position_ids" in batch
     expected = loss_of_documents(one, batch) if alone else stock_loss(one, batch)
     wanted = gradients(one, expected)
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    strategy = None if case in ("plain", "packed by row") else fixed_strategy(name, case)
+    hf.parallelize(model, strategy=strategy, gradients=reduction, timeout=30)
     loss = model(**batch).loss
     return abs(loss.item() / expected.item() - 1), worst_error(gradients(model, loss), wanted, reduction)
 
@@ -248,7 +249,7 @@ def fused_against_stock(case):
     log_probs, entropy, labels, logits = tokens_of(one, batch, 0.7)
     weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     wanted = gradients(one, (weights * log_probs).sum() + 0.1 * entropy.mean())
-    hf.parallelize(model, temperature=0.7, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(case), temperature=0.7, timeout=30)
     out = model(**batch, fused_lm_head=True)
     got = gradients(model, (weights * out.log_probs).sum() + 0.1 * out.entropy.mean())
     seen = labels != -100
@@ -271,7 +272,7 @@ def test_results_per_token_in_the_order_of_the_batch(pools, case):
 def last_logits():
     batch, one, model = BATCHES["left padded"](), model_of("llama"), model_of("llama")
     expected = one(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], logits_to_keep=3).logits
-    hf.parallelize(model, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(), timeout=30)
     with torch.no_grad():
         out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], logits_to_keep=3)
         both = model(**batch, logits_to_keep=3)
@@ -301,7 +302,7 @@ def test_ranks_generate_by_themselves(pools):
 
 def different(what):
     """Give rank 1 a different batch; return this rank's error, and the loss of a later correct call."""
-    model, batch = hf.parallelize(model_of("llama"), timeout=30), packed((11, 20, 6))
+    model, batch = hf.parallelize(model_of("llama"), strategy=fixed_strategy(what), timeout=30), packed((11, 20, 6))
     odd = batch if dist.get_rank() == 0 else {name: value.clone() for name, value in batch.items()}
     if dist.get_rank() == 1:
         if what == "documents":
@@ -355,7 +356,7 @@ def test_shard_batch_compares_batches(pools):
 
 def refused(name, case, changes, calls):
     """Change arguments on rank 1 or on all ranks; return this rank's error, and whether a later correct call works."""
-    model = hf.parallelize(model_of(name), timeout=10)
+    model = hf.parallelize(model_of(name), strategy=fixed_strategy(*changes), timeout=10)
     batch = BATCHES[case]()
     if calls == "all" or dist.get_rank() == 1:
         batch |= changes
@@ -431,7 +432,7 @@ def put_wrong(what):
         return refusal(hf.parallelize, wrapper(model), timeout=10)
     if what == "forward":
         return refusal(hf.parallelize, model, timeout=10)
-    hf.parallelize(model, timeout=10)
+    hf.parallelize(model, strategy=fixed_strategy(what), timeout=10)
     batch = plain()
     if what == "hook":
         model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from burst_attention import Strategy
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import gradients, refusal
+from tests.support.hf_models import WHOLE_HEADS
 from tests.support.vision_models import build, images_and_text, stock_loss, text, videos_and_text
 
 # Rotary positions in time and space; rows added in deep layers; images that see both ways; chunks and a head inside of
@@ -33,7 +34,7 @@ def against_stock(name, case="images", layout=None, checkpointing=None, memory=N
     expected = stock_loss(one, batch)
     wanted = gradients(one, expected)
     mean, world = dist.get_world_size() == 3, dist.get_world_size()
-    strategy = None if layout is None else Strategy(layout=layout)
+    strategy = WHOLE_HEADS if layout is None else Strategy(layout=layout)
     hf.parallelize(model, strategy=strategy, gradients="mean" if mean else "sum", memory=memory, timeout=60)
     out = model(**batch)
     got = gradients(model, out.loss)
@@ -121,7 +122,7 @@ def refused(what):
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     elif what.startswith("output_hidden_states"):
         batch["output_hidden_states"] = True
-    hf.parallelize(model, timeout=60)
+    hf.parallelize(model, strategy=WHOLE_HEADS, timeout=60)
     if what.startswith("extra="):
         extra = hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)}))
         hf.vision.language_model_of(model).register_forward_pre_hook(extra, with_kwargs=True)

@@ -19,7 +19,7 @@ from tests.distributed.test_hf_parallel import (
     stock_loss,
     worst_error,
 )
-from tests.support.hf_models import SMALL, make_model
+from tests.support.hf_models import SMALL, WHOLE_HEADS, fixed_strategy, make_model
 
 LOSSES = ("labels", "shift_labels", "num_items_in_batch")
 CASES = ["plain", "packed by row", "padded on both sides", "packed alike", "short"]
@@ -46,7 +46,7 @@ def distilled(name, case, reduction, labeled):
     logits = one(**inputs_of(batch), use_cache=False).logits
     expected = distance(logits, batch) + (stock_loss(one, batch) if labeled else 0)
     wanted = gradients(one, expected)
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(name, case), gradients=reduction, timeout=30)
     out = model(**(batch if labeled else inputs_of(batch)), logits="gather")
     torch.testing.assert_close(out.logits[real(batch)], logits[real(batch)], rtol=2e-6, atol=2e-6)
     loss = distance(out.logits, batch)
@@ -86,7 +86,7 @@ def probed(case, reduction, asked, memory=None):
     seen = real(batch)
     loss = own(expected[1])[seen].square().mean() + expected[-1][seen].sin().mean()
     wanted = gradients(one, loss + stock_loss(one, batch))
-    hf.parallelize(model, gradients=reduction, memory=memory, timeout=30)
+    hf.parallelize(model, strategy=WHOLE_HEADS, gradients=reduction, memory=memory, timeout=30)
     model.train()
     out = model(**batch, output_hidden_states=asked)
     states = out.hidden_states
@@ -142,7 +142,7 @@ def embedded(name, case, reduction):
     labels = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     wanted = gradients(one, expected) | {"prompt": own.grad}
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(name, case), gradients=reduction, timeout=30)
     loss = model(**prompted(model, other, batch)).loss
     got = gradients(model, loss) | {"prompt": other.grad}
     return abs(loss.item() / expected.item() - 1), worst_error(got, wanted, reduction)
@@ -189,7 +189,7 @@ def tuned(kind, case):
     labels = torch.nn.functional.pad(batch["labels"], (4 - 1, 1), value=-100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     wanted = {name: grad for name, grad in gradients(one, expected).items() if grad.any()}
-    hf.parallelize(model, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(case), timeout=30)
     torch.manual_seed(dist.get_rank())
     loss = model(**batch).loss
     got = {name: grad for name, grad in gradients(model, loss).items() if name in wanted}
@@ -265,7 +265,7 @@ def test_models_whose_own_forward_runs(pools, what, reduction):
 
 
 def asked_wrongly(name, changes, calls):
-    model, batch = hf.parallelize(model_of(name), timeout=10), plain()
+    model, batch = hf.parallelize(model_of(name), strategy=fixed_strategy(*changes), timeout=10), plain()
     if calls == "all" or dist.get_rank() == 1:
         batch |= changes
     return refusal(model, **batch), model(**plain()).loss.item() > 0

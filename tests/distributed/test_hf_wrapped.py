@@ -16,7 +16,7 @@ from burst_attention.planner.rates import write_rates
 from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss, worst_error
 from tests.support import encoder_models
-from tests.support.hf_models import SMALL, VOCABULARY, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
 
 CASE = "packed by row"
 
@@ -36,7 +36,7 @@ def of_one_device(name="llama"):
 
 def wrapped(how, gradients):
     """Return (loss, gradient norm) under a wrapper, and on one device."""
-    model = hf.parallelize(model_of("llama"), gradients=gradients, timeout=30)
+    model = hf.parallelize(model_of("llama"), strategy=fixed_strategy(how), gradients=gradients, timeout=30)
     if how == "DDP":
         model = DistributedDataParallel(model)
     else:
@@ -161,7 +161,7 @@ def classify(case, reduction):
         inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # the model finds padding by its id
     scores = one(**inputs).logits
     wanted = gradients(one, (scores * torch.tensor([[1.0], [-2.0]])).sum())
-    hf.parallelize(model, gradients=reduction, timeout=30)
+    hf.parallelize(model, strategy=fixed_strategy(case), gradients=reduction, timeout=30)
     got_scores = model(**inputs).logits
     got = gradients(model, (got_scores * torch.tensor([[1.0], [-2.0]])).sum())
     torch.testing.assert_close(got_scores, scores, rtol=2e-6, atol=2e-6)
@@ -194,7 +194,7 @@ def hooked(late):
     model = model_of("llama")
     if not late:
         model.model.layers[0].register_forward_hook(lambda *_: None)
-    model = hf.parallelize(model, timeout=30)
+    model = hf.parallelize(model, strategy=fixed_strategy(), timeout=30)
     model.register_forward_hook(lambda *_: None)  # allowed: it gets whole results
     model.enable_input_require_grads()
     model(**plain())

@@ -24,7 +24,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_parts, tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
-from tests.support.hf_models import MIXED, SMALL, VOCABULARY, make_model
+from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, make_model
 from tests.tools.families import model_class
 
 NAMES = ("dp", "cp", "tp")
@@ -79,7 +79,8 @@ def meshed(name, sizes, dtype=torch.float64, *, shards=False, group="cp", memory
     mesh = mesh_of(*sizes)
     model = model_of(name, dtype, **changes)
     hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep") if by_context else None)
-    hf.parallelize(model, mesh[group], timeout=30, memory=memory)
+    strategy = None if name in ("llama", "qwen3_5") else WHOLE_HEADS  # None: the planner chooses
+    hf.parallelize(model, mesh[group], strategy=strategy, timeout=30, memory=memory)
     if shards:
         over = mesh["dp", "cp"]._flatten("fsdp")
         for layer in model.model.layers:

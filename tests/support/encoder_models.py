@@ -13,6 +13,7 @@ import transformers
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import stub_forward
 from burst_attention.testing import local_world
+from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 
 PAD, LENGTH, LABELS = 0, 29, 3
@@ -96,7 +97,7 @@ def _logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def over_ranks(model: Any, batch: dict[str, torch.Tensor], group: Any, reduction: Any, prepare: Any) -> Any:
     """The loss and the gradients of one rank of a parallelized copy of the model."""
     model = copy.deepcopy(model)
-    hf.parallelize(model, group, gradients=reduction)
+    hf.parallelize(model, group, strategy=WHOLE_HEADS, gradients=reduction)
     if prepare is not None:
         prepare(model)
     loss = model(**batch).loss

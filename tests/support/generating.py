@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
-from tests.support.hf_models import SMALL, VOCABULARY, WINDOW, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
 from tests.tools.families import model_class
 
@@ -64,7 +64,7 @@ def over_ranks(name, world, use, *, make=model_of, **how):
     models = [copy.deepcopy(make(name, "burst")) for _ in range(world)]
 
     def rank(group):
-        model = hf.parallelize(models[group.rank()], group, **how)
+        model = hf.parallelize(models[group.rank()], group, **{"strategy": WHOLE_HEADS} | how)
         return use(model, ShardedCache(model.config, group))
 
     with local_world(world, timeout=20) as ranks:

@@ -1,6 +1,9 @@
 """Tiny random models of several families, the same under every attention, with plans and batches for them."""
 
+import zlib
+
 import torch
+import torch.distributed as dist
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from burst_attention import Mask, Strategy, make_plan
@@ -31,6 +34,17 @@ HEADS = {
     "gemma3 capped": ("gemma3_text", MIXED | {"final_logit_softcapping": 2.0}),
     "phi": ("phi", {}),
 }
+
+
+# In place of "auto", which simulates candidates for most of a test's time.
+WHOLE_HEADS = Strategy(layout="zigzag", ulysses_degree=1)
+CUT_HEADS = Strategy(layout="zigzag", ulysses_degree=2, cache_qkv=True)
+
+
+def fixed_strategy(*case):
+    """Heads are whole, or cut in two where ranks are even: by the case, so that both occur."""
+    cut = dist.get_world_size() % 2 == 0 and zlib.crc32(repr(case).encode()) % 2
+    return CUT_HEADS if cut else WHOLE_HEADS
 
 
 def make_model(name, implementation="burst", dtype=torch.float64, **changes):
