@@ -214,12 +214,6 @@ def survivors(points, seed, *worlds):
 
 
 @pytest.mark.slow
-def test_runs_that_are_disturbed_four_times_end_with_the_same_bits():
-    status, reported = survivors(4, 0, "2")
-    assert status == 0 and "4 of 4 disturbances left the weights" in reported, reported
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_that_are_disturbed_fifty_times_end_with_the_same_bits():
     status, reported = survivors(50, 0, "2", "3")
