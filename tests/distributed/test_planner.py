@@ -25,6 +25,7 @@ from burst_attention.attention.plan import Plan
 from burst_attention.attention.probe import Probe
 from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError, PeerError
 from burst_attention.integrations.hf.attention import call_shape
+from burst_attention.plan.strategy import Strategy
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import least_regret
 from burst_attention.planner.passes import Pass
@@ -51,18 +52,43 @@ def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
     assert "ulysses_degree=4" in reported[0][0] and SLOW.name in reported[0][0]
 
 
-@pytest.mark.parametrize("where", ["bound", "simulation", "choice"])
+def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = Hardware(rates=preset("h200-hgx"), nodes=[0, 0, 1, 1])
+    ran = list[int]()
+    run_on = Pass.run_on
+    monkeypatch.setattr(Pass, "run_on", lambda one, *given: ran.append(1) or run_on(one, *given))
+
+    def plan(group: Any) -> Plan:
+        return make_plan(4096, group=group, hardware=hardware, call=CALL)
+
+    with local_world(4) as ranks:
+        plans = ranks.run(plan)
+        together = len(ran)
+    alone = replace(plans[0].planner)
+    ran.clear()
+    chosen = alone.choose(4096, mask=Mask(), strategy=Strategy(), rank=0, world=4)
+    layouts = {each.layout for each in plans}
+    assert layouts == {chosen.layout.name}
+    shape = alone.known
+    assert shape is not None
+    found = {each.planner.choose_call(each.schedule, shape) for each in plans}
+    assert found == {alone.choose_call(chosen, shape)}
+    assert together < 2 * len(ran)  # by 4 ranks, which would need 4 times as many if each simulated all
+
+
+@pytest.mark.parametrize("where", ["bound", "first", "later", "last"])
 def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     failing = threading.local()
     owner, name = {
         "bound": (Pass, "computing"),
-        "simulation": (Pass, "run_on"),
-        "choice": (planner_module, "least_regret"),  # after all simulations
+        "first": (Pass, "run_on"),  # of the first candidate, which every rank simulates
+        "later": (Pass, "run_on"),
+        "last": (planner_module, "least_regret"),  # after all simulations
     }[where]
     works = getattr(owner, name)
 
     def fails(one: Any, *given: Any) -> Any:
-        if failing.here:
+        if failing.here and (where != "later" or one.groups.query > 1):
             raise MemoryError("no room")
         return works(one, *given)
 

@@ -1,6 +1,8 @@
 """The planner's choices: the predicted fastest plan, independent of earlier choices, and its prediction."""
 
 import itertools
+import json
+import math
 import statistics
 from collections import OrderedDict
 from dataclasses import fields, replace
@@ -155,6 +157,41 @@ def test_a_bound_is_one(mbit: float) -> None:
             passed = one.run()
             assert moved == (passed.inside, passed.across)
             assert max(one.computing(), moving) <= passed.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("world", "mbit", "guessed"),
+    [(1, 50, False), (4, 50_000, False), (4, 50, True), (6, 50, False), (40, 50_000, True)],
+)
+def test_ranks_that_share_the_simulations_predict_the_same(world, mbit, guessed, monkeypatch):
+    """Each rank simulates only a part, and takes the rest from the others."""
+    ran: list[Pass] = []
+    run_on = Pass.run_on
+    monkeypatch.setattr(Pass, "run_on", lambda one, *given: ran.append(one) or run_on(one, *given))
+
+    def predicted(share: choose.Share | None) -> tuple[int, list[list[Prediction]]]:
+        ran.clear()
+        planned = schedule(link(mbit), world=world, seqlen=512 * world, layout="zigzag")
+        planner = replace(planned.planner, guessed=guessed)
+        found = planner.predict_for_links(planned.schedule, shape(), share=share)
+        return len(ran), found
+
+    alone, expected = predicted(None)
+    counted = list[int]()
+
+    def share(work: Any) -> list[Any]:
+        results = []
+        for rank in range(world):
+            before = len(ran)
+            results.append(work(rank, world))
+            counted.append(len(ran) - before)
+        return json.loads(json.dumps(results))
+
+    together, found = predicted(share)
+    assert found == expected
+    assert together - sum(counted) == 2 * min(1, len(found[0]))  # of the first candidate; nothing is simulated twice
+    if world == 4 and mbit == 50_000:  # nearly all candidates are simulated there
+        assert max(counted) <= math.ceil(alone / world) + 2
 
 
 def test_of_many_ranks_those_are_looked_at_that_move_least() -> None:

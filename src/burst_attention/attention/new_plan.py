@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from ..comm.local import LocalGroup
 from ..comm.transport import Transport
 from ..plan.layout import Layout
 from ..plan.mask import Mask
+from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy, strategy_of
 from ..planner.planner import Planner
 from ..planner.rates import MeasuredOn, Rates
@@ -115,10 +116,8 @@ def make_plan(
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
         rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
         rates, unsure = measured(rates, transport, agreement, hosts, device)
-    with agreement.entering("make_plan"):
-        planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
-        schedule = planner.choose(seqlen, **options)
-    agreement.agree("make_plan's choice", {"layout": schedule.layout.name, "route": schedule.route.name})
+    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
+    schedule = _chosen_together(planner, transport, agreement, seqlen, options)
     return Plan(schedule, planner, transport, agreement)
 
 
@@ -144,8 +143,37 @@ def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
     return {"keys": keys, "query_offset": int(query_offset)}
 
 
-def single_rank_plan(seqlen: int, *, mask: Mask | None = None, usage: Usage | None = None) -> Plan:
+def _chosen_together(
+    planner: Planner, transport: Transport, agreement: Agreement, seqlen: int, options: Mapping[str, Any]
+) -> Schedule:
+    """Return the planner's schedule; the ranks divide its simulations and check that they chose the same."""
+    failure, exchanging = None, False
+
+    def share(work: Callable[[int, int], Any]) -> list[Any]:
+        nonlocal exchanging
+        own = work(transport.rank, transport.world)
+        exchanging = True
+        every = agreement.collect("make_plan's simulations", own)
+        exchanging = False
+        return every
+
+    try:
+        schedule = planner.choose(seqlen, **options, share=share)
+    except Exception as error:
+        if exchanging:  # all ranks know
+            raise
+        failure = error
+    with agreement.entering("make_plan"):
+        if failure is not None:
+            raise failure
+    agreement.agree("make_plan's choice", {"layout": schedule.layout.name, "route": schedule.route.name})
+    return schedule
+
+
+def single_rank_plan(
+    seqlen: int, *, mask: Mask | None = None, layout: str = "contiguous", usage: Usage | None = None
+) -> Plan:
     """Return the plan of a single rank, which holds the whole sequence. Needs no process group, exchanges nothing."""
-    planner, strategy = Planner(), Strategy(layout="contiguous", route="direct", ulysses_degree=1)
+    planner, strategy = Planner(), Strategy(layout=layout, route="direct", ulysses_degree=1)
     schedule = planner.choose(seqlen, mask=Mask() if mask is None else mask, strategy=strategy, rank=0, world=1)
     return Plan(schedule, planner, Transport(None), Agreement(Transport(None)), usage=usage)

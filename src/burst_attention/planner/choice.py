@@ -6,9 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,12 @@ TIE = 1.05  # times within this factor are a tie: the model's own error is about
 WORTH = 1.02  # of candidates that send and hold as much, one with fewer launches may take this multiple of the time
 GUESSED = (1, 1 / 8, 1 / 64)  # of the preset's network: speeds to consider if it was not measured
 MOST_REMEMBERED = 64
-MOST_RANKS = 384  # of the simulations of the most promising candidates together, but at least LEAST_RUN candidates
-LEAST_RUN = 6
+FEW = 32  # up to this many ranks, every candidate that may win is simulated
+MOST_RUN = 6  # for more ranks, simulate at most this many candidates
 LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
+BothPasses = list[tuple[Timed, Timed]]  # forward and backward, for each link speed
+Share = Callable[[Callable[[int, int], Any]], list[Any]]  # calls f(rank, world) on every rank; returns all results
 
 
 class Candidate(NamedTuple):
@@ -122,63 +124,6 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
     return worst
 
 
-class _Search:
-    """Predictions of candidates, for each link speed: lower bounds by work and bytes at first, then simulations."""
-
-    def __init__(
-        self,
-        traffic: TrafficModel,
-        shape: Shape,
-        candidates: Sequence[Candidate],
-        wires: Sequence[Wire],
-        times: tuple[int, int],
-        calls: int,
-    ) -> None:
-        self._given, self._candidates, self._wires, self._times = (traffic, shape), candidates, wires, times
-        self._calls = calls
-        busy = [[one.computing() for one in self._passes(n)] for n in range(len(candidates))]
-        computing = [float(np.dot(times, each)) for each in busy]
-        self.found = [
-            [Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires
-        ]
-        self._simulate(0)
-        # Candidates that differ in chunks alone move the same bytes.
-        self.alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]
-        moving = cache(lambda whole: [one.moving(wires) for one in self._passes(self.alike.index(whole))])
-        for n, whole in enumerate(self.alike):
-            if any(computing[n] <= TIE * each[0].seconds for each in self.found):
-                moved, seconds = zip(*moving(whole), strict=True)
-                inside, across = np.dot(times, moved).tolist()
-                for each, by_pass in zip(self.found, zip(*seconds, strict=True), strict=True):
-                    least = sum(many * max(ends) for many, *ends in zip(times, busy[n], by_pass, strict=True))
-                    each[n] = replace(each[n], at_least=least, across=across, inside=inside)
-
-    def _passes(self, n: int) -> list[Pass]:
-        """Make a candidate's passes anew, because a pass caches large arrays."""
-        circulate, groups = self._candidates[n].circulate, self._candidates[n].groups
-        return passes(*self._given, circulate, groups, self._wires[0], calls=self._calls)
-
-    def _simulate(self, n: int) -> None:
-        both = zip(*(one.run_on(self._wires) for one in self._passes(n)), strict=True)
-        for each, (forward, backward) in zip(self.found, both, strict=True):
-            each[n] = replace(each[n], forward=forward, backward=backward)
-
-    def run(self, order: Sequence[int]) -> None:
-        """Simulate candidates in this order until bounds show that no other can win.
-
-        A candidate can't win if it is neither clearly faster than the best, nor a tie that moves or holds less.
-        """
-        prices, left = [_price(one) for one in self.found[0]], [*order]
-        while True:
-            worst, price = _regrets(self.found), prices[least_regret(self.found)]
-            best = min(worst[n] for n, one in enumerate(self.found[0]) if one.forward)
-            n = next((n for n in left if worst[n] < best * (TIE if prices[n] < price else 1 / WORTH)), None)
-            if n is None:
-                return
-            self._simulate(n)
-            left.remove(n)
-
-
 def predict(
     traffic: TrafficModel,
     shape: Shape,
@@ -187,27 +132,93 @@ def predict(
     *,
     times: tuple[int, int] = (1, 1),
     calls: int = 1,
+    share: Share | None = None,
 ) -> list[list[Prediction]]:
     """Predict both passes of each candidate over direct routes, for each link speed.
 
     ``times``: how often a step runs the forward and the backward. ``calls``: how many equal calls run in a row and
-    overlap.
+    overlap. ``share``: the ranks divide the simulations among them. The predictions are the same without it.
 
-    The first candidate is always simulated. Of the others the most promising are, each with one number of chunks, and
-    then the best of them with every number of chunks. Those whose lower bound shows that they can't win are left out.
+    The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
+    can't win: they are neither clearly faster, nor a tie that moves or holds less. For many ranks only the most
+    promising are simulated, and then the best of them with every number of chunks.
     """
-    search = _Search(traffic, shape, candidates, wires, times, calls)
-    found, alike = search.found, search.alike
+
+    def both(n: int) -> list[Pass]:  # made anew, because a pass caches large arrays
+        return passes(traffic, shape, candidates[n].circulate, candidates[n].groups, wires[0], calls=calls)
+
+    busy = [[one.computing() for one in both(n)] for n in range(len(candidates))]
+    computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
+    found = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
+
+    @cache
+    def simulated(n: int) -> BothPasses:
+        return [*zip(*(one.run_on(wires) for one in both(n)), strict=True)]
+
+    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]  # they move the same bytes
+
+    @cache
+    def moving(whole: Candidate) -> list[tuple[tuple[int, int], list[float]]]:
+        return [one.moving(wires) for one in both(alike.index(whole))]
+
+    _put(found, 0, simulated(0))
+    for n, whole in enumerate(alike):
+        if any(computing[n] <= TIE * each[0].seconds for each in found):
+            moved, seconds = zip(*moving(whole), strict=True)
+            inside, across = np.dot(times, moved).tolist()
+            for each, by_pass in zip(found, zip(*seconds, strict=True), strict=True):
+                least = sum(many * max(ends) for many, *ends in zip(times, busy[n], by_pass, strict=True))
+                each[n] = replace(each[n], at_least=least, across=across, inside=inside)
     # Most candidates need equally long to compute. Of these, the ones that move least come first.
     order = [*zip(_regrets(found), map(_price, found[0]), strict=True)]
     promising = sorted(range(1, len(candidates)), key=order.__getitem__)
+    if traffic.world <= FEW:
+        _simulate(found, promising, simulated, share)
+        return found
     firsts = {alike[n]: n for n in reversed(promising)}
-    most = max(LEAST_RUN, MOST_RANKS // traffic.world)
-    search.run([n for n in promising if firsts[alike[n]] == n][:most])
-    worst, best = _regrets(found), least_regret(found)
-    near = {alike[n] for n, one in enumerate(found[0]) if one.forward and worst[n] <= WORTH * worst[best]}
-    search.run([n for n in promising if alike[n] in near and not found[0][n].forward])
+    _simulate(found, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], simulated, share)
+    best = alike[least_regret(found)]
+    rest = [n for n in promising if alike[n] == best and not found[0][n].forward]
+    _simulate(found, rest, simulated, share)
     return found
+
+
+def _simulate(
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses], share: Share | None
+) -> None:
+    """Simulate candidates in this order until no other can win; with ``share``, each rank first every W-th one."""
+    known: dict[int, BothPasses] = {}
+
+    def every(rank: int, world: int) -> list[tuple[int, list[list[dict[str, Any]]]]]:
+        ran = _until_none_wins([[*each] for each in found], order[rank::world], simulated)
+        return [(n, [[asdict(one) for one in both] for both in simulated(n)]) for n in ran]
+
+    if share is not None and len(order) > 1:
+        for ran in share(every):
+            known |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in both] for n, both in ran}
+    _until_none_wins(found, order, lambda n: known[n] if n in known else simulated(n))
+
+
+def _until_none_wins(
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses]
+) -> list[int]:
+    """Fill in passes of candidates in this order until bounds show that no other can win. Return these candidates."""
+    prices, left, ran = [_price(one) for one in found[0]], [*order], list[int]()
+    while True:
+        worst, price = _regrets(found), prices[least_regret(found)]
+        best = min(worst[n] for n, one in enumerate(found[0]) if one.forward)
+        n = next((n for n in left if worst[n] < best * (TIE if prices[n] < price else 1 / WORTH)), None)
+        if n is None:
+            return ran
+        _put(found, n, simulated(n))
+        left.remove(n)
+        ran.append(n)
+
+
+def _put(found: Sequence[list[Prediction]], n: int, both: BothPasses) -> None:
+    """Put the passes of the ``n``-th candidate into the predictions of every link speed."""
+    for each, (forward, backward) in zip(found, both, strict=True):
+        each[n] = replace(each[n], forward=forward, backward=backward)
 
 
 def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | None = None) -> Iterator[Groups]:

@@ -27,6 +27,7 @@ from .choice import (
     LAYOUTS_TRIED,
     Candidate,
     Prediction,
+    Share,
     by_work_and_bytes,
     candidates,
     chunkings,
@@ -100,13 +101,15 @@ class Planner:
         world: int,
         keys: Layout | None = None,
         query_offset: int = 0,
+        share: Share | None = None,
     ) -> Schedule:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` may win. With whole heads the route
         with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys`` it is
-        direct. Raise TypeError or ValueError if the arguments don't fit each other.
+        direct. With ``share`` all ranks call this together, and divide the simulations for the layout among them.
+        Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
         name = LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout
@@ -116,7 +119,7 @@ class Planner:
         over = ROUTES["direct" if route == "auto" else route]
         over = replace(over, nodes=nodes or ()) if over.by_nodes else over
         given = Schedule(layout, mask, over, rank, strategy, keys=keys)
-        direct = self._laid_out(given, alike=False)
+        direct = self._laid_out(given, alike=False, share=share)
         degree = given.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
@@ -146,8 +149,11 @@ class Planner:
 
         return remembered(derived, key, made, most=MOST_DERIVED)
 
-    def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
-        """Choose an open layout for the expected calls; without ``alike`` few documents are used as they are."""
+    def _laid_out(self, schedule: Schedule, *, alike: bool = True, share: Share | None = None) -> Schedule:
+        """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
+
+        ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
+        """
         known, strategy = self.known, schedule.strategy
         if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
             return schedule
@@ -160,7 +166,9 @@ class Planner:
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER and keys is None
         given = {BALANCED: [*cuts(layouts[0], known, strategy)]} if even else {}
-        found = [self.predict_for_links(each, known, given.get(each.layout.name), alike=alike) for each in tried]
+        found = [
+            self.predict_for_links(each, known, given.get(each.layout.name), alike=alike, share=share) for each in tried
+        ]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 
@@ -261,10 +269,12 @@ class Planner:
         given: Sequence[Groups] | None = None,
         *,
         alike: bool = True,
+        share: Share | None = None,
     ) -> list[list[Prediction]]:
         """Predict as :meth:`predictions` does, for each of :meth:`wires`; ``given``: the allowed splits of heads.
 
-        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result.
+        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
+        ranks call this together, and divide the simulations among them.
         """
         shape = replace(shape, batch=1)
 
@@ -285,7 +295,7 @@ class Planner:
                 traffic = TrafficModel(layout, regions, keys=keys)
                 tried = candidates(traffic, shape, ways, circulate, by_rule=by_rule, grad=planner.grad)
                 wires = planner.wires(layout.world)
-                return predict(traffic, shape, tried, wires, times=planner.times, calls=planner.calls)
+                return predict(traffic, shape, tried, wires, times=planner.times, calls=planner.calls, share=share)
 
             return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *ways), predicted)
 
