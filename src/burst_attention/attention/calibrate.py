@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ from ..plan.strategy import Strategy
 from ..plan.tile import Tile
 from ..planner.passes import passes
 from ..planner.planner import traffic_model_of
-from ..planner.rates import Overhead, Rates
+from ..planner.rates import Overhead, Rates, Speed
 from .call import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .new_plan import make_plan, single_rank_plan
 from .plan import Plan
-from .probe import DIM, FLOPS, SMALL, Probe, full
+from .probe import DIM, FLOPS, SMALL, Passes, Probe, full
 
 HEADS = 2  # of a large tile
 
@@ -53,49 +53,84 @@ def calibrate(
     source = f"measured by burst calibrate on {plan.world} ranks, {device.type}, torch {torch.__version__}"
     if assumed:
         source += f"; links {' and '.join(assumed)} as estimated by {usual.name}"
-    launches, speeds = probe.speeds([torch.bfloat16, torch.float32, torch.float64], rows, HEADS)
+    half, single, double = (_tiles(probe, dtype, rows) for dtype in (torch.bfloat16, torch.float32, torch.float64))
     rates = Rates(
         name=name or f"{device.type}, {plan.world} ranks",
         source=source,
         inside=inside or usual.inside,
         across=across or usual.across,
-        **dict(zip(("half", "single", "double"), speeds, strict=True)),
-        overhead=replace(usual.overhead, launch_forward=launches[0], launch_backward=launches[1]),
+        half=half.speed,
+        single=single.speed,
+        double=double.speed,
+        overhead=_overhead(probe, plan, usual.overhead, half, rows),
         measured_on=this_machine(plan.world, on_gpu),
     )
-    rates = replace(rates, overhead=_overhead(probe, plan, rates, rows))
     if plan.world == 1 or probe.clock is not time.process_time:
         return rates
-    fold = min(rates.overhead.fold, _fold_of_calls(probe, plan, rates, rows))
+    fold = min(rates.overhead.fold, _fold_of_calls(probe, plan, rates, rows, half.seconds))
     return replace(rates, overhead=replace(rates.overhead, fold=fold))
 
 
-def _overhead(probe: Probe, plan: Plan, rates: Rates, rows: int) -> Overhead:
-    """Measure what a mask's border, a merge, a visit and a pass cost, in addition to launches."""
-    launches = rates.overhead.launch_forward, rates.overhead.launch_backward
-    (causal,) = probe.passes([(torch.bfloat16, Tile(0, rows, 0, rows, 0, rows - 1))], HEADS)
-    cells = [flop / speed for flop, speed in zip(FLOPS, (rates.half.forward, rates.half.backward), strict=True)]
-    computed = [(took - less) / one / HEADS for took, less, one in zip(causal, launches, cells, strict=True)]
-    # The mean of both passes; each row loses half a block.
-    block = min(float(rows), max(0.0, sum(computed) / rows - (rows + 1)))
+@dataclass(frozen=True)
+class _OfTiles:
+    """What a kernel's tiles cost."""
+
+    speed: Speed
+    launches: Passes
+    block: float  # the block size that a mask's border costs, in rows
+    row: float  # seconds per row of one head: the mean of a forward and of half a backward, which handles keys too
+    seconds: float  # of both passes of a large tile without a mask
+
+
+def _tiles(probe: Probe, dtype: torch.dtype, rows: int) -> _OfTiles:
+    """Measure a kernel by a small, a narrow, a large and a causal tile."""
+    tiles = full(SMALL), full(rows, rows // 4), full(rows), Tile(0, rows, 0, rows, 0, rows - 1)
+    small, narrow, whole, causal = probe.passes([(dtype, tile) for tile in tiles], HEADS)
+    cells, triangle = HEADS * rows * rows, rows * (rows + 1) / 2
+    # Three quarters of the columns give the time per cell. Some kernels are much faster with few columns; for them the
+    # difference to the small tile is less, and counts.
+    added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(whole, narrow, small, strict=True)]
+    each = [max(1e-12, seconds) / cells for seconds in added]
+    rest = [max(0.0, took - one * cells - less) for took, one, less in zip(whole, each, small, strict=True)]
+    border = [
+        (took - less - more) / one / HEADS - triangle
+        for took, less, more, one in zip(causal, small, rest, each, strict=True)
+    ]
+    return _OfTiles(
+        speed=Speed(forward=FLOPS[0] / each[0], backward=FLOPS[1] / each[1]),
+        launches=small,
+        block=min(float(rows), max(0.0, sum(border) / rows)),  # the mean of both passes; each row loses half a block
+        row=(rest[0] + rest[1] / 2) / 2 / (HEADS * rows),
+        seconds=sum(whole),
+    )
+
+
+def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: int) -> Overhead:
+    """Measure what a merge, a visit and a pass cost, in addition to the tiles of a kernel."""
     out, part = (probe.random(1, HEADS, 4 * rows, DIM, dtype=torch.float32) for _ in range(2))
     lse = torch.zeros(1, HEADS, 4 * rows, device=probe.device)
     (merged,) = probe.seconds([lambda: merge_(out, lse, part, lse.clone())])
-    alone, launch = single_rank_plan(SMALL), sum(launches)
+    alone, launch = single_rank_plan(SMALL), sum(half.launches)
     (here,) = probe.seconds([lambda: _call(probe, alone)])
     visit = max(0.0, (here - launch) / 4)  # half of each pass is the visit, half the operator around it
     (together,) = probe.seconds([lambda: _call(probe, plan)], time.perf_counter)
-    call = max(0.0, together / 2 - plan.world * (visit + launch / 2))
-    at_once = 0.0 if probe.device.type == "cuda" else probe.at_once()
-    fold = out.nbytes / max(1e-9, merged)
-    return replace(rates.overhead, block=block, fold=fold, visit=visit, call=call, at_once=at_once)
+    return replace(
+        usual,
+        launch_forward=half.launches[0],
+        launch_backward=half.launches[1],
+        block=half.block,
+        fold=out.nbytes / max(1e-9, merged + half.row * lse.numel()),
+        visit=visit,
+        call=max(0.0, together / 2 - plan.world * (visit + launch / 2)),
+        at_once=0.0 if probe.device.type == "cuda" else probe.at_once(),
+    )
 
 
-def _fold_of_calls(probe: Probe, plan: Plan, rates: Rates, rows: int) -> float:
+def _fold_of_calls(probe: Probe, plan: Plan, rates: Rates, rows: int, whole: float) -> float:
     """Return the fold rate that covers all of a visit's work on rows: gathering, widening and adding.
 
     It is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``; other clocks would
-    count waiting.
+    count waiting. ``whole``: seconds of a large tile when ``rates`` were measured.
     """
     plan, dtype = plan.with_mask(plan.mask, seqlen=rows * plan.world), torch.bfloat16
     shape = shape_of(dtype, batch=1, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM)
@@ -107,8 +142,6 @@ def _fold_of_calls(probe: Probe, plan: Plan, rates: Rates, rows: int) -> float:
         return sum(float(each.work().seconds.sum(1).max()) for each in both)
 
     none, beyond = computed(math.inf), []
-    cells = HEADS * rows * rows * (FLOPS[0] / rates.half.forward + FLOPS[1] / rates.half.backward)
-    whole = cells + rates.overhead.launch_forward + rates.overhead.launch_backward
     turns: list[Callable[[], Any]] = [*probe.tile(dtype, full(rows), HEADS), partial(_call, probe, plan, HEADS)]
     for _ in range(3):
         # The machine may be slower now than when the kernel was measured. A tile in the same turns shows it.

@@ -254,9 +254,9 @@ class Probe:
         return replace(rates, source=self.agreement.agree("make_plan", {}, {"source": said})[0]["source"])
 
 
-def full(rows: int) -> Tile:
-    """Return a square tile in which each query sees each key."""
-    return Tile(0, rows, 0, rows, 1 - rows, rows - 1)
+def full(rows: int, columns: int = 0) -> Tile:
+    """Return a tile of this size, square by default, in which each query sees each key."""
+    return Tile(0, rows, 0, columns or rows, 1 - (columns or rows), rows - 1)
 
 
 def measured(
