@@ -22,7 +22,6 @@ from burst_attention.testing.check import relative_l2
 
 BATCH = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 VARLEN = ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
-PACKINGS = ("func", "kvpacked_func", "qkvpacked_func")
 
 
 def places(name: str, borders: list[int], rank: int, world: int) -> torch.Tensor:

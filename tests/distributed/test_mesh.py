@@ -1,7 +1,5 @@
 """Test tensor parallelism beside context parallelism and FSDP2: loss, gradients and tokens are one process's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import unittest.mock

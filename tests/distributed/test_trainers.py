@@ -1,7 +1,5 @@
 """Compare trainers over contexts with stock trainers in one process."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
