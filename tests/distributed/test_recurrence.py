@@ -546,6 +546,7 @@ class Leak(nn.Module):
 
 
 def test_check_model_measures_what_a_hybrid_mixes():
+    hf.register()
     model = make_hybrid("qwen3_next", "burst", double=False)
 
     def checked(each, group):
