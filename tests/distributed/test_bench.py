@@ -212,6 +212,7 @@ def test_a_peak_is_seen_after_it_has_passed():
     result, peak = peak_during(lambda: torch.ones(2**25).sum().item())  # 128 MiB, freed at once
     assert result == 2**25
     assert 120 * 2**20 < peak - before < 180 * 2**20
+    give_back()  # a free part of the heap, left by earlier tests, may have held it
     assert resident() - before < 40 * 2**20
 
 
