@@ -32,6 +32,7 @@ class Places(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Reshard:
+    name: str  # of the call, in errors
     layout: Places
     transport: Transport
     dim: int
@@ -45,7 +46,7 @@ class _Reshard:
     def gathered(self, x: Tensor, *, phase: str, number: int) -> Tensor:
         """Return the global tensor, of whose rows ``x`` has this rank's."""
         rows = x.movedim(self.dim, 0).contiguous()
-        leaving, label = [rows] * self.transport.world, f"unshard's {phase}"
+        leaving, label = [rows] * self.transport.world, f"{self.name}'s {phase}"
         shards = self.transport.all_to_all(leaving, self.layout.lengths, label=label, call=number)
         order = torch.from_numpy(self.layout.gather_order).to(x.device)
         return torch.cat(shards).index_select(0, order).movedim(0, self.dim).contiguous()
@@ -55,16 +56,16 @@ class _Reshard:
         rank, world = self.transport.rank, self.transport.world
         rows = x.movedim(self.dim, 0)
         parts = [rows.index_select(0, self.positions(r, x.device)) for r in range(world)]
-        lengths, label = [self.layout.lengths[rank]] * world, f"unshard's {phase}"
+        lengths, label = [self.layout.lengths[rank]] * world, f"{self.name}'s {phase}"
         arrived = self.transport.all_to_all(parts, lengths, label=label, call=number)
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(x.dtype))
         for part in arrived:
             total += part
         return total.to(x.dtype).movedim(0, self.dim).contiguous()
 
-    def backward(self, call: str, dy: Tensor, move: Callable[..., Tensor]) -> Tensor:
+    def backward(self, dy: Tensor, move: Callable[..., Tensor]) -> Tensor:
         """Move a gradient over the ranks."""
-        name = f"the backward of {call}"
+        name = f"the backward of {self.name}"
         check_transforms(name, dy=dy)
         check_batches(name, dy)
         number = self.transport.health.note_backward(self.number)
@@ -123,7 +124,7 @@ def _agreed(
             "layout": layout.description,
         }
     agreement.agree(name, fields, once=True)
-    return _Reshard(layout, transport, dim, grad, transport.health.next_call())
+    return _Reshard(name, layout, transport, dim, grad, transport.health.next_call())
 
 
 class _Unshard(torch.autograd.Function):
@@ -146,7 +147,7 @@ class _Unshard(torch.autograd.Function):
         call: _Reshard = ctx.call
         if call.grad == "slice":
             return dy.index_select(call.dim, call.positions(call.transport.rank, dy.device)), None
-        return call.backward("unshard", dy, call.summed), None
+        return call.backward(dy, call.summed), None
 
 
 class _SumShards(torch.autograd.Function):
@@ -163,4 +164,4 @@ class _SumShards(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
         """Gather the gradient."""
         call: _Reshard = ctx.call
-        return call.backward("sum_shards", dy, call.gathered), None
+        return call.backward(dy, call.gathered), None

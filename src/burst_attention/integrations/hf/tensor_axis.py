@@ -87,7 +87,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | Non
         fields = {"model": type(model).__name__, "plan": digest_text(plan), "weights": weights}
     remedy = f"{SAME_ON_AXIS}: load one checkpoint, or set one seed before you build the model"
     agreement.agree("tensor_parallel", fields, remedy=remedy)
-    _cut(model, Cut(mesh, connect(mesh.get_group(), None)[1], heads, shared), plan)
+    own = agreement if experts is None else connect(mesh.get_group(), None)[1]
+    _cut(model, Cut(mesh, own, heads, shared), plan)
     return model
 
 

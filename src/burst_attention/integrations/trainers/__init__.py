@@ -57,9 +57,9 @@ class BurstMixin(OneGeneration):
     device count per context. (GRPO computes ``generation_batch_size`` from the number of ranks; set
     ``steps_per_generation`` instead.)
 
-    With ``tp_size`` in the arguments' ParallelismConfig, each context also cuts the model over so many neighbouring
-    ranks (:func:`burst_attention.integrations.hf.tensor_parallel`). This needs Trainer or SFTTrainer, and FSDP2
-    (``fsdp=True``) over the other ranks.
+    With ``tp_size`` in the arguments' ParallelismConfig, each context also cuts the model over that number of
+    neighbouring ranks (:func:`burst_attention.integrations.hf.tensor_parallel`). This needs Trainer or SFTTrainer, and
+    FSDP2 (``fsdp=True``) over the other ranks.
 
     Args:
         context_size: the number of ranks that share one sequence, neighbours but for ``tp_size``; it must divide the
