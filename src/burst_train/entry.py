@@ -19,9 +19,25 @@ def main() -> int:
         signal.signal(signal.SIGINT, _leave)
     from burst_attention import cli
 
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return cli.main()
+    if not ours:
+        return cli.main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _repeat
+    try:
+        return cli.main()
+    finally:
+        signal.signal(signal.SIGINT, _leave)  # Python's own clean-up follows
+
+
+def _repeat(dropped: sys.UnraisableHookArgs) -> None:
+    """Interrupt again where Python dropped a KeyboardInterrupt: in a finalizer or a weak reference's callback."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        from threading import Timer, main_thread
+
+        # After this hook, whose exceptions Python drops too. A real signal also ends a wait of the main thread.
+        Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _leave(*_: object) -> None:

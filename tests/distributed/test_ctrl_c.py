@@ -26,6 +26,17 @@ print("now", flush=True)
 def main(arguments):
     time.sleep(60)
 """,
+    # Python drops what is raised in a finalizer.
+    "slow_finalizer": """
+import time
+class Last:
+    def __del__(self):
+        print("now", flush=True)
+        time.sleep(60)
+def main(arguments):
+    Last()
+    time.sleep(60)
+""",
     "slow_ranks": """
 import os
 import time
@@ -73,6 +84,11 @@ def test_while_torch_is_imported(tmp_path, command):
 
 def test_while_a_command_runs(tmp_path):
     modules = {"slow_command": MODULES["slow_command"]}
+    assert interrupted(tmp_path, COMMAND, modules, ["slow"]) == (130, "burst slow: interrupted\n")
+
+
+def test_while_a_finalizer_runs(tmp_path):
+    modules = {"slow_command": MODULES["slow_finalizer"]}
     assert interrupted(tmp_path, COMMAND, modules, ["slow"]) == (130, "burst slow: interrupted\n")
 
 
