@@ -3,6 +3,8 @@
 import ast
 import gc
 import hashlib
+import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -267,3 +269,32 @@ def twice(group=None):
 def test_second_derivatives_are_refused_where_results_are_cached():
     with local_world(2) as ranks:
         ranks.run(twice)
+
+
+def files_of_a_warm_call(group):
+    """Return the library's files that a third call and its backward enter."""
+    plan = make_plan(64, group=group, strategy="burst-attention")
+    q, k, v = (torch.randn(1, 4, plan.length, 16).requires_grad_() for _ in range(3))
+    home, entered = Path(attention_call.__file__).parents[1], set()
+
+    def call():
+        out = burst_attention(q, k, v, plan)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    def note(frame, *_):
+        entered.add(Path(frame.f_code.co_filename))
+
+    call(), call()
+    sys.setprofile(note)
+    call()
+    sys.setprofile(None)
+    return {path.relative_to(home).as_posix() for path in entered if path.is_relative_to(home)}
+
+
+def test_the_architecture_page_lists_the_files_of_a_call():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
+    section = page.split("## One call, file by file")[1].split("## ")[0]
+    listed = re.findall(r"^\d+\. `(.+?)`", section, re.MULTILINE)
+    with local_world(4) as ranks:
+        for found in ranks.run(files_of_a_warm_call):
+            assert found - {"comm/local.py"} == set(listed)  # that file is the exchange of threads
