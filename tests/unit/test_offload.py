@@ -4,17 +4,17 @@ import errno
 import gc
 import os
 import random
-import sys
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention.memory.disk import DiskStore, DiskTicket, Space
+from burst_attention.memory.disk import DiskStore, DiskTicket
 from burst_attention.memory.host import OffloadError
 from burst_attention.memory.offload import Offloading, offloading
 from tests.support.processes import files_in_use
@@ -161,20 +161,20 @@ def test_space_is_used_again(store) -> None:
     assert [*sizes, os.fstat(store._file._fd).st_size] == [LAYERS * -(-TOKENS * WIDTH * 4 // 4096) * 4096] * 4
 
 
-def test_space_is_given_out_once_and_joined_again() -> None:
-    draw, space, used = random.Random(3), Space(), []
-    for _ in range(2000):
-        if used and draw.random() < 0.5:
-            space.give(*used.pop(draw.randrange(len(used))))
+def test_records_never_overlap_and_gaps_are_used_again(store) -> None:
+    draw, kept, most = random.Random(3), [], 0
+    for n in range(300):
+        if kept and draw.random() < 0.5:
+            ticket, _ = kept.pop(draw.randrange(len(kept)))
+            wait([ticket.written])
+            store.free(ticket)
         else:
-            size = draw.randrange(1, 9)
-            used.append((space.take(size), size))
-            used.sort()
-            assert all(a + size <= b for (a, size), (b, _) in pairwise(used))
-    assert max(start + size for start, size in used) < 3 * sum(size for _, size in used)
-    for stretch in used:
-        space.give(*stretch)
-    assert space._free == [(0, sys.maxsize)]
+            kept.append((store.put(torch.full((draw.randrange(1, 9) * 1024,), n)), n))
+            records = sorted((ticket.start, ticket.size) for ticket, _ in kept)
+            assert all(a + size <= b for (a, size), (b, _) in pairwise(records))
+            most = max(most, sum(size for _, size in records))
+    assert os.fstat(store._file._fd).st_size < 1.5 * most
+    assert all((store.get(ticket) == n).all() for ticket, n in kept)
 
 
 AWKWARD = {

@@ -7,10 +7,9 @@ memory. No other process can open it.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import weakref
-from bisect import bisect
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -44,6 +43,11 @@ class DiskTicket:
     ahead: tuple[Tensor, Future[None]] | None = None
     freed: bool = False
 
+    @property
+    def used(self) -> bool:
+        """Whether the record's bytes in the file are still needed, or a thread reads or writes them."""
+        return not (self.freed and self.written.done() and all(read.done() for read in self.reads))
+
 
 class DiskStore:
     """Keeps tensors of any device in one nameless file of ``folder``, a local disk; freed records are used again."""
@@ -52,9 +56,8 @@ class DiskStore:
         self._file = RecordFile(Path(folder))
         self._threads = ThreadPoolExecutor(_THREADS, "burst-offload")
         self._host = HostStore()
-        self._space = Space()
+        self._records: list[DiskTicket] = []  # in the file's order
         self._writes: deque[DiskTicket] = deque()
-        self._freed: deque[DiskTicket] = deque()
         self._ahead: DiskTicket | None = None
 
     def put(self, x: Tensor) -> DiskTicket:
@@ -62,17 +65,13 @@ class DiskStore:
         if type(x) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"only plain tensors can be kept in a file, not {type(x).__name__}; pass its local tensor")
         self._finish_writes(MOST_WRITES - 1)
-        self._reuse()
         size = -(-max(x.nbytes, 1) // _BLOCK) * _BLOCK
-        start = self._space.take(size)
-        try:
-            self._file.grow(start + size)
-            written = self._threads.submit(_write, self._file, start, [self._in_host_memory(x)])
-        except BaseException:
-            self._space.give(start, size)
-            raise
+        start = self._first_free(size)
+        self._file.grow(start + size)
+        written = self._threads.submit(_write, self._file, start, [self._in_host_memory(x)])
         ticket = DiskTicket(start, size, x.shape, x.dtype, x.device, written)
         self._writes.append(ticket)
+        insort(self._records, ticket, key=lambda record: record.start)
         return ticket
 
     def fetch(self, ticket: DiskTicket) -> None:
@@ -98,9 +97,8 @@ class DiskStore:
         return target.to(ticket.device, non_blocking=True)
 
     def free(self, ticket: DiskTicket) -> None:
-        """Let the record be used again by a later put."""
+        """Let a later put use the record's bytes. Garbage collection may call it at any time."""
         ticket.freed, ticket.ahead = True, None
-        self._freed.append(ticket)  # no lock: garbage collection may call this in the middle of a put
 
     def close(self) -> None:
         """Wait for the threads and close the file, which removes it."""
@@ -123,14 +121,15 @@ class DiskStore:
             if not ticket.freed:
                 ticket.written.result()
 
-    def _reuse(self) -> None:
-        """Add freed records to the free space, except those that a thread still reads or writes."""
-        for _ in range(len(self._freed)):
-            ticket = self._freed.popleft()
-            if ticket.written.done() and all(read.done() for read in ticket.reads):
-                self._space.give(ticket.start, ticket.size)
-            else:
-                self._freed.append(ticket)
+    def _first_free(self, size: int) -> int:
+        """Return the first byte of the first gap of ``size`` bytes between the records, or after them."""
+        self._records = [record for record in self._records if record.used]
+        start = 0
+        for record in self._records:
+            if record.start - start >= size:
+                break
+            start = record.start + record.size
+        return start
 
 
 def _write(file: RecordFile, start: int, box: list[_Source]) -> int:
@@ -151,31 +150,6 @@ def _read(file: RecordFile, start: int, target: Tensor, written: Future[int]) ->
 def _bytes(x: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, as a view of its memory."""
     return x.reshape(-1).view(torch.uint8).numpy().data
-
-
-class Space:
-    """The free space of a file that can grow: stretches (start, end) in bytes, in order, with used bytes between."""
-
-    def __init__(self) -> None:
-        self._free = [(0, sys.maxsize)]
-
-    def take(self, size: int) -> int:
-        """Return the start of the first ``size`` free bytes, which are used from now on."""
-        place = next(n for n, (start, end) in enumerate(self._free) if end - start >= size)
-        start, end = self._free[place]
-        self._free[place : place + 1] = [(start + size, end)] if start + size < end else []
-        return start
-
-    def give(self, start: int, size: int) -> None:
-        """Make bytes free and join them with the free bytes around them."""
-        end = start + size
-        place = bisect(self._free, (start, end))
-        if place < len(self._free) and self._free[place][0] == end:
-            end = self._free.pop(place)[1]
-        if place and self._free[place - 1][1] == start:
-            place -= 1
-            start = self._free.pop(place)[0]
-        self._free.insert(place, (start, end))
 
 
 _CHUNK = 1 << 20  # bytes; a chunk is still in the processor's cache when its checksum is computed
