@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, GPTJConfig, GPTJForCausalL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted, models, own_attention
+from burst_attention.integrations.hf import checks, converted, models, own_attention
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
 
@@ -83,7 +83,7 @@ def test_pooler_gives_nothing_on_shards():
     model = copy.deepcopy(tiny.made("bert", "ForSequenceClassification"))
     hf.parallelize(model)
     batch = tiny.make_batch("ForSequenceClassification", "whole")
-    with converted.running(model.bert, make_plan(tiny.LENGTH)):
+    with checks.running(make_plan(tiny.LENGTH)):
         assert model.bert.pooler(torch.zeros(2, 3, 64, dtype=torch.float64)) is None
     logits = model(**batch).logits
     hf.unparallelize(model)

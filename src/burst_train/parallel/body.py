@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.batch import Plans, Reach
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import converted, known, parts, vision
+from burst_attention.integrations.hf.checks import running
 from burst_attention.integrations.hf.stub_forward import body_of
 
 from .contract import Attend, PlansByWindow
@@ -79,7 +80,7 @@ def hidden_states(model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow,
     if any(type(part).__name__ in known.KEEP_POSITIONS for part in body.modules()):  # its attention can't compare them
         plans = Plans(plans, positions=positions)
         plans.one.usage.note(positions)
-    with converted.running(body, plans):
+    with running(plans):
         out = body(input_ids=shard["input_ids"], position_ids=positions, use_cache=False, plan=plans, attend=attend)
     hidden: Tensor = out.last_hidden_state
     return hidden

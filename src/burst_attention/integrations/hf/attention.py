@@ -16,10 +16,10 @@ from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import cached, checks, converted, models, parts
-from .checks import UNSTATED, MaskRequest
+from . import checks, models, parts
+from .checks import ALONE, RUNNING, UNSTATED, MaskRequest
 from .dealt import Step
-from .known import KEEP_POSITIONS
+from .known import KEEP_POSITIONS, gets_no_keywords
 from .models import NAME
 
 
@@ -72,7 +72,8 @@ class Attention:
             attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
                 has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
         """
-        plan = converted.given_to(module) if plan is None else plan
+        if plan is None and gets_no_keywords(module) and RUNNING.plans is not ALONE:
+            plan = RUNNING.plans
         options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
         options |= {} if softcap is None else {"softcap": softcap}
         options |= {} if s_aux is None else {"sinks": s_aux}
@@ -139,9 +140,9 @@ def _request_mask(
     *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> MaskRequest | None:
     """Describe the mask instead of building it; transformers calls this. None means plain causal."""
-    if torch.compiler.is_compiling() or not cached.is_running():
+    if RUNNING.plans is None:  # hf.parallelize has checked the model that runs
         model = models.running_model()
-        if model is not None and not hasattr(model, "_burst"):  # hf.parallelize has checked it
+        if model is not None and not hasattr(model, "_burst"):
             parts.check_attention_is_ours(model)
     causal, window, chunk, foreign = False, None, None, []
     together, beyond, found = None, False, list(_mask_parts(mask_function))

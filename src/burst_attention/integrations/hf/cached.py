@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from burst_attention.comm.agreement import Meeting
 
 from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
 from .batch import rows_of
-from .checks import shown
+from .checks import running, shown
 from .dealt import Step
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
@@ -47,7 +46,6 @@ class Fit:
 
     cache: Any
     body: Any
-    takers: list[Any]  # modules of the body that get plans other than by keywords
     head: Any  # its linear layer
     limits: tuple[int | None, int | None]  # tokens of its vocabulary, positions
 
@@ -196,7 +194,7 @@ def _fit(model: Any, cache: Any) -> Fit:
             f"past_key_values: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
     cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
-    return Fit(cache, body, converted.takers_of(body), heads.find_linear(model), _limits(model))
+    return Fit(cache, body, heads.find_linear(model), _limits(model))
 
 
 def _limits(model: Any) -> tuple[int | None, int | None]:
@@ -254,16 +252,8 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
     given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": fit.cache, "use_cache": True}
-    with converted.handing(fit.takers, plan) if fit.takers else nullcontext():
+    with running(plan):
         return stub_forward.run_body(fit.body, **given)
-
-
-def is_running() -> bool:
-    """Return whether this thread runs a body with a cache, whose attention was checked for its first token."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _run.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _check_keywords(given: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +18,6 @@ from burst_attention.attention.plan import Plan
 from .known import names
 
 UNSTATED: Any = object()
-ATTRIBUTE = "_burst_plans"  # holds the plans of a module that gets no keywords from the modules around it
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
 
 _DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
@@ -51,9 +52,26 @@ class MaskRequest:
     beyond: bool = False  # whether a group's tokens see each other even if the window is shorter
 
 
+class _Running(threading.local):
+    plans: Any = None  # of the call that runs on this thread, or ``ALONE``; None outside of a parallelized model
+
+
+RUNNING = _Running()  # for modules that get no keywords from the modules around them
+
+
+@contextmanager
+def running(plans: Any = ALONE) -> Iterator[None]:
+    """Give the plans of a call to all modules that run inside this context. Default: they run alone."""
+    before, RUNNING.plans = RUNNING.plans, plans
+    try:
+        yield
+    finally:
+        RUNNING.plans = before
+
+
 def plans_of(module: torch.nn.Module) -> Any:
-    """Return the plans handed to a module, or ``ALONE``."""
-    plans = vars(module).get(ATTRIBUTE)
+    """Return the plans of the running call, or ``ALONE``."""
+    plans = RUNNING.plans
     if plans is None:
         raise ValueError(
             f"plan did not reach {type(module).__name__}, so it would see only this rank's shard; call the "

@@ -38,5 +38,4 @@ class Converted(nn.Module):
     """A module whose own code runs on shards: a base of the mixins of :mod:`.converted`."""
 
     stock_class: Any
-    takes_plans = False  # whether it gets its plans other than by keywords
     wrong_alone = ""  # what it would do wrong if it ran on a shard alone

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -28,7 +28,7 @@ from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks, known
-from .checks import ALONE, ATTRIBUTE, plans_of
+from .checks import ALONE, RUNNING, plans_of, running
 from .classes import Converted, become, revert, stock_class
 from .dealt import DealtCache, Step
 from .own_attention import OwnAttention
@@ -50,8 +50,7 @@ def _kinds(body: nn.Module) -> Iterator[tuple[str, nn.Module, type[Converted]]]:
     poolers = {id(pooler) for pooler in poolers_of(body)}
     for name, module in [*body.named_modules()]:
         if isinstance(module, GradientCheckpointingLayer):
-            inside = any(known.mechanism(each) or _needs_handing(each) for each in module.modules())
-            kind: type[Converted] | None = _Layer if inside else None
+            kind: type[Converted] | None = _Layer if any(map(_reads_plans, module.modules())) else None
         else:
             own = _Unpooled if id(module) in poolers else None
             kind = next((kind for judge, kind in _JUDGES if judge(module)), own)
@@ -98,7 +97,7 @@ def check_layout(model: nn.Module, layout: str) -> None:
 
 
 def hands_plans(model: nn.Module) -> bool:
-    """Return whether modules get their plans other than by keywords."""
+    """Return whether layers get their plans other than by keywords."""
     return any(isinstance(each, (_Layer, OwnAttention)) for each in model.modules())
 
 
@@ -114,52 +113,21 @@ def converted(body: nn.Module) -> Iterator[None]:
             restore(body)
 
 
-def running(body: nn.Module, plans: Any = ALONE) -> AbstractContextManager[None]:
-    """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
-    return handing(takers_of(body), plans)
-
-
-def takers_of(body: nn.Module) -> list[nn.Module]:
-    """Return the modules that get plans other than by keywords."""
-    return [each for each in body.modules() if isinstance(each, Converted) and each.takes_plans]
-
-
-@contextmanager
-def handing(modules: list[nn.Module], plans: Any) -> Iterator[None]:
-    """Give plans to some modules inside this context."""
-    for each in modules:
-        setattr(each, ATTRIBUTE, plans)
-    try:
-        yield
-    finally:
-        for each in modules:
-            vars(each).pop(ATTRIBUTE, None)
-
-
-def _needs_handing(module: nn.Module) -> bool:
-    """Return whether a module needs plans, but gets no keywords: an attention, or experts that a context shares."""
-    return known.gets_no_keywords(module) or vars(module).get("burst_by_context", False)
-
-
-def given_to(module: nn.Module) -> Any:
-    """Return the plans that a layer handed to a module inside it, or None."""
-    plans = vars(module).get(ATTRIBUTE)
-    return None if plans is ALONE else plans
+def _reads_plans(module: nn.Module) -> bool:
+    """Return whether a module gets no keywords from its layer, but needs its plans."""
+    by_context = vars(module).get("burst_by_context", False)  # experts
+    return bool(known.mechanism(module)) or known.gets_no_keywords(module) or by_context
 
 
 class _Layer(Converted):
-    """A decoder layer: hands its plans to modules inside it, also if checkpointing runs it again later."""
-
-    takes_plans = True
+    """A decoder layer: keeps its plans for modules inside it, also if checkpointing runs it again later."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plans = kwargs.get("plan", vars(self).get(ATTRIBUTE))
+        plans = kwargs.get("plan", RUNNING.plans)
         return super().__call__(*args, **{_KEYWORD: plans} | kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = kwargs.pop(_KEYWORD, None)
-        inside = [each for each in self.modules() if isinstance(each, _Mixer) or _needs_handing(each)]
-        with handing(inside, plans):
+        with running(kwargs.pop(_KEYWORD, None)):
             return super().forward(*args, **kwargs)
 
 
@@ -258,7 +226,6 @@ class _Tempered(Converted):
 class _Placed(Converted):
     """An embedding of positions, for decoders that count their input's tokens: takes positions from the plan."""
 
-    takes_plans = True
     wrong_alone = "embeds positions counted from the shard's start"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,12 +239,10 @@ class _Placed(Converted):
 class _Unpooled(Converted):
     """A pooler scores a sequence by its first token. On shards it returns None; :func:`pooled` runs it later."""
 
-    takes_plans = True
     wrong_alone = "scores the shard's first token, not the sequence's (add_pooling_layer=False builds none)"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = vars(self).get(ATTRIBUTE, ALONE)
-        return super().forward(*args, **kwargs) if plans is ALONE else None
+        return super().forward(*args, **kwargs) if RUNNING.plans in (None, ALONE) else None
 
 
 def poolers_of(model: nn.Module) -> Iterator[nn.Module]:

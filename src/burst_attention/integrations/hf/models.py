@@ -25,7 +25,7 @@ from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
 from . import converted, known, parts, stub_forward
-from .checks import check_rope
+from .checks import check_rope, running
 from .parts import ALONE, NAME
 
 CHUNKED = "chunked_attention"
@@ -306,7 +306,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
         given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
-        with torch.no_grad(), converted.running(model, plans), _loudly(model, ids.shape[1], loud):
+        with torch.no_grad(), running(plans), _loudly(model, ids.shape[1], loud):
             states = stub_forward.run_body(stub_forward.body_of(model), **given)[0]
         keys = [(document, DOCUMENT * n * counted) for n, document in enumerate(documents)]
         each = enumerate(zip(keys, states.split(DOCUMENT, 1), strict=True))

@@ -29,7 +29,6 @@ _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in ev
 class OwnAttention(Converted):
     """A known attention whose scores our attention computes."""
 
-    takes_plans = True
     wrong_alone = "computes its attention itself, over this rank's shard alone"
 
     @torch.compiler.disable  # it runs under a mode of torch functions

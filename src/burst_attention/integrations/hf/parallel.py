@@ -35,6 +35,7 @@ from burst_attention.plan.strategy import Strategy
 from . import arguments, cached, converted, heads, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
 from .batch import IGNORED, BatchRows, rows_of
+from .checks import running
 from .dealt import DealtCache
 from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, around
@@ -254,7 +255,6 @@ class _Context:
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
-    takers: list[Any] = field(default_factory=list, init=False)  # modules that get plans other than by keywords
     fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
     keeps_fit: bool = field(default=False, init=False)
     warned: bool = field(default=False, init=False)  # of a batch without labels
@@ -287,7 +287,7 @@ class _Context:
         parts.check_attention_is_ours(body)
         if self.form is not None:
             heads.check_untouched(model)
-        self.tables, self.takers = arguments.tables_of(body), converted.takers_of(body)
+        self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
 
     def warn_of_labels(self, model: Any, rows: BatchRows) -> None:
@@ -374,7 +374,7 @@ def _alone(model: Any) -> Any:
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
-        with converted.running(vision.text_of(model)):
+        with running():
             yield
     finally:
         _switch(model, parts.NAME)
@@ -400,7 +400,7 @@ def _body(model: Any, call: Call) -> Any:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
     given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
     asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
-    with converted.handing(model._burst.takers, plans):
+    with running(plans):
         body = vision.text_of(model)
         return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
 

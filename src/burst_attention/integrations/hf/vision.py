@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from burst_attention.attention.batch import PADDING, Chunked, Plans, Reach, digest_of
 from burst_attention.attention.plan import Plan
 
-from . import converted
 from .batch import BatchRows
-from .checks import MaskRequest, shown
+from .checks import MaskRequest, running, shown
 from .classes import become, revert, stock_class
 from .outputs import Call
 from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
@@ -148,7 +147,7 @@ class _Seam(nn.Module):
             plans, mask = with_groups(call.plans, given.pop("attention_mask", None), call.rows)
             shard = _cut(call.plan, given)
         plans = Plans(plans, positions=shard["position_ids"], rotary=True, masked=plans.masked)
-        with converted.running(self, plans):
+        with running(plans):
             return super().forward(**shard, attention_mask=mask, plan=plans, use_cache=False)
 
 
