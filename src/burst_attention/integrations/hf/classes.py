@@ -19,19 +19,21 @@ def _subclass(mixin: type, kind: Any) -> Any:
     return type(kind.__name__, (mixin, kind), members)
 
 
-def become(module: Any, mixin: Any) -> None:
+def become(module: Any, mixin: Any, **state: Any) -> None:
     """Replace a module's class by a subclass of (mixin, its class), whose ``stock_class`` is its class."""
     kind: Any = type(module)
     if not issubclass(kind, mixin):
         module.__class__ = _subclass(mixin, kind)
+    vars(module).update(state)
 
 
-def revert(module: nn.Module, mixins: type | tuple[type, ...]) -> bool:
-    """Undo :func:`become`; return whether there was anything to undo."""
-    found = isinstance(module, mixins)
-    if found:
-        module.__class__ = module.stock_class  # type: ignore[assignment]
-    return found
+def revert(model: nn.Module, mixin: Any) -> None:
+    """Undo :func:`become` in all modules of a model; drop the state that the mixin's annotations name."""
+    for module in model.modules():
+        if isinstance(module, mixin):
+            module.__class__ = module.stock_class
+            for name in mixin.__annotations__:
+                vars(module).pop(name, None)
 
 
 class Converted(nn.Module):

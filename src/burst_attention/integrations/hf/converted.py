@@ -58,12 +58,6 @@ def _kinds(body: nn.Module) -> Iterator[tuple[str, nn.Module, type[Converted]]]:
             yield name, module, kind
 
 
-def restore(body: nn.Module) -> None:
-    """Undo :func:`convert`."""
-    for module in body.modules():
-        revert(module, Converted)
-
-
 def check_converted(model: nn.Module) -> None:
     """Refuse a model with a module that would run on the shard alone."""
     for name, module, mixin in _kinds(model):
@@ -110,7 +104,7 @@ def converted(body: nn.Module) -> Iterator[None]:
         yield
     finally:
         if not before:
-            restore(body)
+            revert(body, Converted)
 
 
 def _reads_plans(module: nn.Module) -> bool:

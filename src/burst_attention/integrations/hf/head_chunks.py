@@ -24,7 +24,7 @@ from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .classes import become, revert, stock_class
+from .classes import become, stock_class
 from .known import is_tempered
 
 # The projections whose output rows belong to heads: which heads, in order.
@@ -40,18 +40,12 @@ _COMPARED = 5  # tokens
 
 def by_heads(module: nn.Module, chunks: int) -> None:
     """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place."""
-    structure = _Structure(module, chunks)
-    become(module, _ByHeads)
-    module.structure = structure  # type: ignore[assignment]
+    become(module, ByHeads, structure=_Structure(module, chunks))
 
 
-def whole_heads(module: nn.Module) -> None:
-    """Undo :func:`by_heads`."""
-    if revert(module, _ByHeads):
-        del module.structure
+class ByHeads(nn.Module):
+    """An attention module whose heads are computed in chunks."""
 
-
-class _ByHeads(nn.Module):
     structure: _Structure
     stock_class: Any
 

@@ -18,6 +18,7 @@ from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
 from . import head_chunks, known, token_chunks
+from .classes import revert
 
 Recompute = Literal["none", "keep-attention", "layer"]
 # Submodules of a mixture of experts that process each token for itself; its router sees all tokens at once.
@@ -109,9 +110,8 @@ def unsave(body: nn.Module) -> None:
         if _is_ours(layer):
             del layer._gradient_checkpointing_func
             layer.gradient_checkpointing = False
-    for module in body.modules():
-        head_chunks.whole_heads(module)
-        token_chunks.whole_tokens(module)
+    revert(body, head_chunks.ByHeads)
+    revert(body, token_chunks.InTokenChunks)
 
 
 def _layers(body: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -24,6 +24,7 @@ from burst_attention.loss.head import is_cut
 from . import heads, stub_forward
 from .batch import IGNORED, PACKING, BatchRows
 from .converted import pooled
+from .tensor_parts import Scaled
 
 
 @dataclass
@@ -80,17 +81,10 @@ class Call:
         return self.plans.one
 
 
-class Scaled(torch.autograd.Function):
-    """Return the value unchanged; multiply its gradient by ``factor``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()  # trainers scale a loss in place, which autograd forbids for a view
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return a copy, whose gradient is multiplied by ``factor``."""
+    whole: Tensor = Scaled.apply(x, factor).clone()  # trainers scale a loss in place, which autograd forbids for a view
+    return whole
 
 
 @torch.compiler.disable
@@ -153,19 +147,20 @@ class _WholeOutput(MoeModelOutputWithPast):
 @torch.compiler.disable
 def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
     """Run the model's own forward on each rank, on the whole hidden states of the parallel body."""
-    # Each rank then has whole gradients of other parts (the head, say), but its shard's share of the body's. ``Scaled``
+    # Each rank then has whole gradients of other parts (the head, say), but its shard's share of the body's. ``scaled``
     # multiplies that share by the number of ranks, so that a mean over the ranks is right.
     world, whole, head = float(call.plan.world), _WholeOutput(), model.get_output_embeddings()
 
     def results() -> Any:
         made = body()
         hidden = made[0] if head is None else heads.for_head(made[0], head.weight)
-        whole.last_hidden_state = Scaled.apply(_gathered(hidden, call), world)
+        whole.last_hidden_state = scaled(_gathered(hidden, call), world)
         if call.states is not False:
-            whole.hidden_states = _whole_states(model, made, call, lambda x: Scaled.apply(x, world))
+            whole.hidden_states = _whole_states(model, made, call, lambda x: scaled(x, world))
         whole.pooler_output = pooled(stub_forward.body_of(model), whole.last_hidden_state)
         if call.router:
-            whole.router_logits = tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))
+            routers: Any = tuple(scaled(each, world) for each in _whole_routers(made, call))
+            whole.router_logits = routers
         return whole
 
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *PACKING)
@@ -175,7 +170,7 @@ def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
     of_tokens = model._burst.form is not None or (labels is not None and labels.dim() == 2)
     if call.rows.real is not None and of_tokens:
         _check_padding(model, around, out, whole, call.rows.real)
-    return out if model._burst.gradients == "mean" else stub_forward.mapped(out, lambda x: Scaled.apply(x, 1 / world))
+    return out if model._burst.gradients == "mean" else stub_forward.mapped(out, lambda x: scaled(x, 1 / world))
 
 
 @torch.no_grad()
@@ -217,9 +212,9 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
 def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     """Return the logits [B, S, V] of all tokens; their gradient reaches head and body, as in :func:`around`."""
     world, head = float(call.plan.world), _head_of(model)
-    hidden = Scaled.apply(heads.for_head(hidden, head.weight), world)
+    hidden = scaled(heads.for_head(hidden, head.weight), world)
     logits = head.local().differentiable_logits(_gathered(hidden, call))
-    return logits if model._burst.gradients == "mean" else Scaled.apply(logits, 1 / world)
+    return logits if model._burst.gradients == "mean" else scaled(logits, 1 / world)
 
 
 def _whole_states(

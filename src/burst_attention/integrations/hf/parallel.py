@@ -11,52 +11,35 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast, get_args
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, PlanCache, Plans, batch_fields, digest_text, shard_tokens
+from burst_attention.attention.batch import PlanCache
 from burst_attention.attention.hardware import Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
-from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, converted, heads, models, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
-from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
+from .classes import Converted, revert
 from .dealt import DealtCache
 from .memory import Memory, unsave
-from .outputs import Call, Scaled, answer, around
+from .outputs import answer, around, scaled
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
-
-_WEIGHTS = "a sample of the weights"
-_PART = "a sample of this rank's parts of the weights"
-_GRAD = "gradients are wanted"
-_ASKED = ("fused_lm_head", "logits_to_keep", "logits", "output_hidden_states", "output_router_logits")
-_SAME_WEIGHTS = (
-    "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
-    "weights"
-)
-_REMEDIES = {
-    **dict.fromkeys((_WEIGHTS, _PART), _SAME_WEIGHTS),
-    _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
-    **dict.fromkeys(("num_items_in_batch", *_ASKED), "Pass the same on every rank of the group"),
-}
 
 
 def parallelize(
@@ -108,45 +91,36 @@ def parallelize(
     base: Any = heads.base_of(model)
     memory = Memory() if memory is None else memory
     cut = tensor_axis.cut_of(base)
-    chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
-    call = call_shape(base, chunks, 1 if cut is None else cut.heads)
-    # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
-    hardware = None if cut is None else Hardware(rates="preset")
-    plan = make_plan(1, strategy=strategy, call=call, hardware=hardware, group=group, timeout=timeout)
+    plan = make_plan(1, strategy=strategy, group=group, timeout=timeout, **_hints(base, memory))
     meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
     if cut is not None:
         cut.agreement.transport.timeout = plan.agreement.transport.timeout
     with meeting.entering("parallelize"):
-        if gradients not in get_args(Gradients):
-            raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
-        form = _check_model(base, plan)
-        if getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
-            raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
-        if not isinstance(memory, Memory):
-            raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
-        if cut is not None and cut.by_context:
-            ranks = [dist.get_rank()] if plan.world == 1 else dist.get_process_group_ranks(plan.transport.group)
-            tensor_axis.check_contexts(cut, ranks, memory.mlp_chunks)
-    inner = {
-        "strategy": repr(strategy),
-        "ranks of the group": plan.world,
-        "rank in the group": plan.rank,
-        "nodes of the group": list(plan.planner.nodes or ()),
-    }
-    body = vision.text_of(base)
+        form = _check(model, plan, gradients, memory)
+    inner = {"strategy": repr(strategy), "ranks of the group": plan.world, "rank in the group": plan.rank}
+    inner["nodes of the group"] = list(plan.planner.nodes or ())
     try:
         with meeting.entering("parallelize"):
-            memory.apply(body)
+            memory.apply(vision.text_of(base))
         same = {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
         meeting.agree("parallelize", same, inner=inner)
     except Exception:
-        unsave(body)
+        unsave(vision.text_of(base))
         raise
     if cut is not None and cut.by_context:
         cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
     register()
     _convert(base, plan, meeting=meeting, form=form, gradients=gradients, temperature=temperature, memory=memory)
     return model
+
+
+def _hints(base: Any, memory: Any) -> dict[str, Any]:
+    """Return what ``make_plan`` gets to predict the time of the model's calls."""
+    cut, chunks = tensor_axis.cut_of(base), getattr(memory, "attention_chunks", 1)
+    if cut is None:
+        return {"call": call_shape(base, chunks)}
+    # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
+    return {"call": call_shape(base, chunks, cut.heads), "hardware": Hardware(rates="preset")}
 
 
 def _convert(base: Any, plan: Plan, **state: Any) -> None:
@@ -184,8 +158,8 @@ def unparallelize(model: Model) -> Model:
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
     spread: Any = base
     alone = spread._burst.alone
-    vision.restore(spread)
-    converted.restore(vision.text_of(spread))
+    revert(spread, vision.Seam)
+    revert(vision.text_of(spread), Converted)
     unsave(vision.text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
@@ -193,8 +167,11 @@ def unparallelize(model: Model) -> Model:
     return model
 
 
-def _check_model(base: Any, plan: Plan) -> LogitForm | None:
-    """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized."""
+def _check(model: Any, plan: Plan, gradients: Any, memory: Any) -> LogitForm | None:
+    """Check the arguments of :func:`parallelize`; return the form of the model's logits."""
+    base = heads.base_of(model)
+    if gradients not in get_args(Gradients):
+        raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
     if not isinstance(base, PreTrainedModel):
         raise TypeError(
             f"model is a {type(base).__name__}; pass a model of transformers, or a PEFT model of one. Parallelize it "
@@ -213,8 +190,16 @@ def _check_model(base: Any, plan: Plan) -> LogitForm | None:
     if plan.world > 1:
         models.check_parts(base, vision.text_of(base), plan.layout)
         parts.check_hooks(base, root=False)
-    _is_causal(base)  # raises if layers differ
-    return _form_of(base)
+    form = _form_of(base)
+    if getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
+        raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
+    cut = tensor_axis.cut_of(base)
+    if cut is not None and cut.by_context:
+        ranks = [dist.get_rank()] if plan.world == 1 else dist.get_process_group_ranks(plan.transport.group)
+        tensor_axis.check_contexts(cut, ranks, memory.mlp_chunks)
+    return form
 
 
 def _is_causal(model: Any) -> bool:
@@ -224,16 +209,15 @@ def _is_causal(model: Any) -> bool:
 
 def _form_of(model: Any) -> LogitForm | None:
     """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
+    causal = _is_causal(model)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if stub_forward.is_stock(model) and (heads.is_nested(model) or not _is_causal(model)):
+    if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
         return None
     if stub_forward.has_stock_forward(model):
         try:
             return heads.find_form(model)
         except heads.ChangedError:
-            if not stub_forward.is_stock(model):
-                raise
             return None  # layers between body and head (ELECTRA, ModernBERT's decoder)
     heads.check_untouched(model)
     return LogitForm()  # a placeholder: a custom forward computes its logits itself
@@ -268,21 +252,19 @@ class _Context:
         """Check adapters, hooks, attentions and rates that were attached or changed since the last call."""
         if self.right is not None and self.right.unchanged():
             return
-        body = vision.text_of(model)
+        body, over_ranks, cut = vision.text_of(model), self.plans.base.world > 1, self.meeting.inner is not None
         self.memory.check(body)
-        if self.plans.base.world > 1:
-            parts.check_random(model, body)
-            parts.check_hooks(body)
-            parts.check_structure(body)
-            if self.gradients == "sum":
-                parts.check_added_losses(body)
-            self.layers = parts.attention_configs(body)
-        elif self.meeting.inner is not None:
+        if over_ranks or cut:
             parts.check_random(model, body)
             parts.check_hooks(body)
         elif self.memory != Memory():
             parts.check_random(body)
-        if self.meeting.inner is not None:
+        if over_ranks:
+            parts.check_structure(body)
+            if self.gradients == "sum":
+                parts.check_added_losses(body)
+            self.layers = parts.attention_configs(body)
+        if cut:
             tensor_axis.check_attached(body)
         parts.check_attention_is_ours(body)
         if self.form is not None:
@@ -290,21 +272,11 @@ class _Context:
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
 
-    def warn_of_labels(self, model: Any, rows: BatchRows) -> None:
-        """Warn once that no label of a whole batch counts: the loss is then 0, where transformers' is NaN."""
-        if rows.unlabeled and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"no label of this batch of {model.stock_class.__name__} counts (all are {IGNORED}, or were shifted "
-                "out), so its loss is 0 and it trains nothing; check the collator",
-                stacklevel=2,
-            )
-
     def share(self, whole: Any) -> Any:
         """Return the same value, its gradient scaled for ``gradients``: unscaled, it is a rank's share of a sum."""
         if whole is None or self.gradients == "sum":
             return whole
-        return Scaled.apply(whole, float(self.plans.base.world))
+        return scaled(whole, float(self.plans.base.world))
 
 
 class _Parallel:
@@ -358,10 +330,10 @@ def _parallel_class(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         if isinstance(kwargs.get("past_key_values"), DealtCache):
             return cached.forward(self, args, kwargs)
-        call = _agreed(self, args, kwargs)
-        if call.own:
-            return around(self, lambda: _body(self, call), call)
-        return answer(self, _body(self, call), call)
+        agreed = call.agreed(self, args, kwargs)
+        if agreed.own:
+            return around(self, lambda: call.run_body(self, agreed), agreed)
+        return answer(self, call.run_body(self, agreed), agreed)
 
     members = {"forward": forward, "stock_class": kind}
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__")}
@@ -389,22 +361,6 @@ def _switch(model: Any, implementation: str) -> None:
         config._attn_implementation = implementation
 
 
-def _body(model: Any, call: Call) -> Any:
-    """Run the model's body on this rank's shard."""
-    positions = call.shard["position_ids"]
-    if vision.language_model_of(model) is not None:
-        return vision.run(model, call)
-    plans = Plans(call.plans, positions=positions)
-    asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
-    if call.states is not False:
-        asked |= {"output_hidden_states": call.states, "return_dict": True}
-    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
-    asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
-    with running(plans):
-        body = vision.text_of(model)
-        return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
-
-
 def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches; while a step runs, a thread plans for the next batch, whose documents may be new.
 
@@ -424,71 +380,9 @@ def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     for batch in batches:
         with suppress(TypeError, ValueError):  # the model's forward raises it, on every rank
             named = (*arguments.BATCH, *arguments.TOKENS)
-            rows = _rows(known, {name: batch[name] for name in named if batch.get(name) is not None})
+            rows = call.rows_for(known, {name: batch[name] for name in named if batch.get(name) is not None})
             known._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
         if waiting:
             yield waiting.pop()
         waiting.append(batch)
     yield from waiting
-
-
-def _rows(model: Any, given: Mapping[str, Any]) -> BatchRows:
-    plans = model._burst.plans
-    batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
-    kinds = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
-    return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
-
-
-@torch.compiler.disable
-def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Check the arguments, agree on the call with the other ranks, and return it."""
-    state: _Context = model._burst
-    with state.meeting.entering("the model"):
-        given = arguments.named(model, args, kwargs)
-        arguments.check_keywords(model, given)
-        own = arguments.runs_its_own(model, given)
-        parts.check_implementations(model, state.layers)
-        state.check_parts(model)
-        rows = _rows(model, given)
-        items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
-        arguments.check_rows(model, given, rows, items, keep)
-        state.warn_of_labels(model, rows)
-        if vision.language_model_of(model) is not None:
-            vision.check_call(given, rows)
-        plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        states = arguments.wanted_states(model, given)
-        whole = given.pop("logits", None) == "gather"
-        call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
-        fields, outer, inner = _fields(model, call)
-    state.meeting.agree("the model", fields, outer=outer, inner=inner, remedy=SAME_BATCH, remedies=_REMEDIES)
-    state.compared = True
-    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
-    return call
-
-
-def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return what all ranks compare, those that share a sequence alone, and those of a tensor-parallel axis alone."""
-    given, rows, state, cut = call.given, call.rows, model._burst, tensor_axis.cut_of(model)
-    labels = given.get("labels") if rows.targets is None else rows.targets
-    tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
-    fields = {
-        **({} if state.meeting.alone else batch_fields(call.plan, **tensors)),
-        **vision.digests(model, given),
-        "num_items_in_batch": call.items,
-        "fused_lm_head": bool(given.get("fused_lm_head", False)),
-        "logits_to_keep": call.keep,
-        "logits": "gather" if call.whole else None,
-        "output_hidden_states": call.states,
-        "output_router_logits": call.router,
-        _GRAD: torch.is_grad_enabled(),
-        "a forward or a loss of the model's own": call.own,
-    }
-    outer, inner = {}, {}
-    if cut is not None:  # the axis sums gradients of a weight, or does not
-        fields["which parameters need a gradient"] = state.right.trained()
-        inner["the plan"] = call.plan.schedule.description
-    if not (state.meeting.alone or state.compared):
-        fields[_WEIGHTS] = digest_text(cached.weights_of(model))
-        if cut is not None and call.plan.world > 1:
-            outer[_PART] = digest_text(cached.weights_of(model, of=cut.mesh))
-    return fields, outer, inner

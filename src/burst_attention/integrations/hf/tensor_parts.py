@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,18 +96,17 @@ def own_tokens(x: Tensor, plan: Plan) -> Tensor:
 
 
 @contextmanager
-def own_experts(module: nn.Module, share: float) -> Iterator[None]:
-    """Let a module use this rank's parts of its weights; their gradients are multiplied by ``share``."""
+def using(module: nn.Module, change: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Let a module use a function of its own weights inside this context."""
     own = dict(module.named_parameters(recurse=False))
-    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in own.items()}
-    module._parameters.update({name: _Shared.apply(x, share) for name, x in parts.items()})
+    module._parameters.update({name: change(x) for name, x in own.items()})
     try:
         yield
     finally:
         module._parameters.update(own)
 
 
-class _Shared(torch.autograd.Function):
+class Scaled(torch.autograd.Function):
     """A tensor itself; its gradient is multiplied by a factor."""
 
     @staticmethod

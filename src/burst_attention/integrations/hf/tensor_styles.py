@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import tensor_parallel as styles
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _use_local_dtensor_params
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from burst_attention.attention.batch import Plans
 from burst_attention.loss.head import SummedGradient
 
 from .checks import ALONE, plans_of
 from .dealt import Step
-from .tensor_parts import OF_EXPERTS, Cut, Summed, own_experts, own_tokens, part, summed, whole_tokens
+from .tensor_parts import OF_EXPERTS, Cut, Scaled, Summed, own_tokens, part, summed, used, using, whole_tokens
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -28,15 +28,9 @@ class _SummedWeights(styles.TensorParallelLayer):
     transformers' own style sums ``.grad`` after each backward, and so counts earlier backwards again.
     """
 
-    @contextmanager
-    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> AbstractContextManager[None]:
         """Use the weights through a function that sums their gradients."""
-        own, group = dict(module.named_parameters(recurse=False)), mesh.get_group()
-        module._parameters.update({name: SummedGradient.apply(x, group, True) for name, x in own.items()})
-        try:
-            yield
-        finally:
-            module._parameters.update(own)
+        return using(module, lambda weight: used(weight, mesh))
 
 
 class _Columns(styles.ColwiseParallel):
@@ -81,7 +75,7 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
             args = (SummedGradient.apply(args[0], group, False), *args[1:])
         else:
             kwargs["hidden_states"] = SummedGradient.apply(kwargs["hidden_states"], group, False)
-        with _use_local_dtensor_params(module) if own_weights else nullcontext():
+        with using(module, part) if own_weights else nullcontext():
             return type(module).forward(module, *args, **kwargs)  # the class may have been replaced since (Memory)
 
     module.forward = forward
@@ -113,7 +107,7 @@ def _share_experts(module: Any, how: Cut) -> None:
         # One more than the last expert means none, but gpt-oss's own loop refuses it; there the weight 0 decides.
         none = 0 if own_loop and module.config._experts_implementation == "eager" else count
         index = torch.where(away, none, index % count)
-        with own_experts(module, how.share):
+        with using(module, lambda x: Scaled.apply(x.to_local() if isinstance(x, DTensor) else x, how.share)):
             out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
         return Summed.apply(out if plan is None else own_tokens(out, plan), group)
 

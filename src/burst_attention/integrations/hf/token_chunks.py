@@ -18,24 +18,19 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
-from .classes import become, revert
+from .classes import become
 
 _DEVICES = ("cpu", "cuda")
 
 
 def in_token_chunks(module: nn.Module, chunks: int) -> None:
     """Make a token-wise module process [B, S, E] in ``chunks`` chunks of S, or [T, E] in chunks of T, in place."""
-    become(module, _InTokenChunks)
-    module.token_chunks = chunks  # type: ignore[assignment]
+    become(module, InTokenChunks, token_chunks=chunks)
 
 
-def whole_tokens(module: nn.Module) -> None:
-    """Undo :func:`in_token_chunks`."""
-    if revert(module, _InTokenChunks):
-        del module.token_chunks
+class InTokenChunks(nn.Module):
+    """A token-wise module that processes its tokens in chunks."""
 
-
-class _InTokenChunks(nn.Module):
     token_chunks: int
     stock_class: Any
 
@@ -66,7 +61,7 @@ class _SavedInputs(torch.autograd.Function):
 class _ModuleCall:
     """One call of a module: how to run a chunk, and the node that saves its inputs (None: they need no gradient)."""
 
-    def __init__(self, run: Callable[..., Tensor], module: _InTokenChunks, dim: int, count: int, node: Any) -> None:
+    def __init__(self, run: Callable[..., Tensor], module: InTokenChunks, dim: int, count: int, node: Any) -> None:
         self._run, self.module, self.dim, self.count, self.node = run, module, dim, count, node
         self._autocast = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in _DEVICES]
 

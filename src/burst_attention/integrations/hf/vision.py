@@ -23,7 +23,7 @@ from burst_attention.attention.plan import Plan
 
 from .batch import BatchRows
 from .checks import MaskRequest, running, shown
-from .classes import become, revert, stock_class
+from .classes import become, stock_class
 from .outputs import Call
 from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
 
@@ -81,12 +81,7 @@ def convert(model: Any) -> None:
     """Make the language model of a vision-language model cut its tokens. Changes its class in place."""
     inner = language_model_of(model)
     if inner is not None:
-        become(inner, _Seam)
-
-
-def restore(model: Any) -> None:
-    """Undo :func:`convert`."""
-    revert(language_model_of(model), _Seam)
+        become(inner, Seam)
 
 
 def joins_rows(model: Any) -> bool:
@@ -133,7 +128,7 @@ def run(model: Any, call: Call) -> Any:
         delattr(inner, _CALL)
 
 
-class _Seam(nn.Module):
+class Seam(nn.Module):
     """A language model that gets the embeddings of the whole sequence and runs on this rank's tokens."""
 
     stock_class: Any

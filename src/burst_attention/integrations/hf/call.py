@@ -1,0 +1,121 @@
+"""One call of a parallelized model: read its arguments, agree on it with the other ranks, run the body on shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
+from burst_attention.loss.checks import divisor_of
+
+from . import arguments, cached, parts, stub_forward, tensor_axis, vision
+from .batch import IGNORED, BatchRows, rows_of
+from .checks import running
+from .outputs import Call
+
+_WEIGHTS = "a sample of the weights"
+_PART = "a sample of this rank's parts of the weights"
+_GRAD = "gradients are wanted"
+_ASKED = ("fused_lm_head", "logits_to_keep", "logits", "output_hidden_states", "output_router_logits")
+_SAME_WEIGHTS = (
+    "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
+    "weights"
+)
+_REMEDIES = {
+    **dict.fromkeys((_WEIGHTS, _PART), _SAME_WEIGHTS),
+    _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
+    **dict.fromkeys(("num_items_in_batch", *_ASKED), "Pass the same on every rank of the group"),
+}
+
+
+@torch.compiler.disable
+def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Check the arguments, agree on the call with the other ranks, and return it."""
+    state = model._burst
+    with state.meeting.entering("the model"):
+        given = arguments.named(model, args, kwargs)
+        arguments.check_keywords(model, given)
+        own = arguments.runs_its_own(model, given)
+        parts.check_implementations(model, state.layers)
+        state.check_parts(model)
+        rows = rows_for(model, given)
+        items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
+        arguments.check_rows(model, given, rows, items, keep)
+        _warn_of_labels(model, rows)
+        if vision.language_model_of(model) is not None:
+            vision.check_call(given, rows)
+        plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
+        states = arguments.wanted_states(model, given)
+        whole = given.pop("logits", None) == "gather"
+        call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
+        fields, outer, inner = _fields(model, call)
+    state.meeting.agree("the model", fields, outer=outer, inner=inner, remedy=SAME_BATCH, remedies=_REMEDIES)
+    state.compared = True
+    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
+    return call
+
+
+def rows_for(model: Any, given: Mapping[str, Any]) -> BatchRows:
+    """Return a batch as rows for a parallelized model's plans."""
+    plans = model._burst.plans
+    batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
+    kinds = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
+    return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
+
+
+def _warn_of_labels(model: Any, rows: BatchRows) -> None:
+    """Warn once that no label of a whole batch counts: the loss is then 0, where transformers' is NaN."""
+    if rows.unlabeled and not model._burst.warned:
+        model._burst.warned = True
+        warnings.warn(
+            f"no label of this batch of {model.stock_class.__name__} counts (all are {IGNORED}, or were shifted "
+            "out), so its loss is 0 and it trains nothing; check the collator",
+            stacklevel=2,
+        )
+
+
+def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what all ranks compare, those that share a sequence alone, and those of a tensor-parallel axis alone."""
+    given, rows, state, cut = call.given, call.rows, model._burst, tensor_axis.cut_of(model)
+    labels = given.get("labels") if rows.targets is None else rows.targets
+    tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
+    fields = {
+        **({} if state.meeting.alone else batch_fields(call.plan, **tensors)),
+        **vision.digests(model, given),
+        "num_items_in_batch": call.items,
+        "fused_lm_head": bool(given.get("fused_lm_head", False)),
+        "logits_to_keep": call.keep,
+        "logits": "gather" if call.whole else None,
+        "output_hidden_states": call.states,
+        "output_router_logits": call.router,
+        _GRAD: torch.is_grad_enabled(),
+        "a forward or a loss of the model's own": call.own,
+    }
+    outer, inner = {}, {}
+    if cut is not None:  # the axis sums gradients of a weight, or does not
+        fields["which parameters need a gradient"] = state.right.trained()
+        inner["the plan"] = call.plan.schedule.description
+    if not (state.meeting.alone or state.compared):
+        fields[_WEIGHTS] = digest_text(cached.weights_of(model))
+        if cut is not None and call.plan.world > 1:
+            outer[_PART] = digest_text(cached.weights_of(model, of=cut.mesh))
+    return fields, outer, inner
+
+
+def run_body(model: Any, call: Call) -> Any:
+    """Run the model's body on this rank's shard."""
+    positions = call.shard["position_ids"]
+    if vision.language_model_of(model) is not None:
+        return vision.run(model, call)
+    plans = Plans(call.plans, positions=positions)
+    asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
+    if call.states is not False:
+        asked |= {"output_hidden_states": call.states, "return_dict": True}
+    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
+    asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
+    with running(plans):
+        body = vision.text_of(model)
+        return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
