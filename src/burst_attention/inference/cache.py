@@ -193,7 +193,7 @@ class ShardedCache(DealtCache):
         rank, world = cache.transport.rank, cache.transport.world
         with cache.agreement.entering("load"):
             content = files.read_manifest(path)
-            cache.check_description(content["model"])
+            _check_same(content["model"], cache.model)
             files.check_files(path, content["files"][rank::world])
             cache.weights, cache.holes = content["weights"], [(first, stop) for first, stop in content["holes"]]
         cache.agreement.agree("load", {"the cache in the folder": digest_text(content)})
@@ -204,15 +204,6 @@ class ShardedCache(DealtCache):
         cache.agreement.agree("the end of load", cache.describe())
         return cache
 
-    def check_description(self, other: dict[str, Any]) -> None:
-        """Refuse another model's description."""
-        for name, value in other.items():
-            if self.model.get(name) != value:
-                raise ValueError(
-                    f"the cache of another model: {name} is {value} there, and {self.model.get(name)} in this one; "
-                    "pass the configuration of the model that filled the cache"
-                )
-
     def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, turn: bool) -> None:
         """Refuse a model of another configuration or with other weights, and a model over another group.
 
@@ -220,13 +211,7 @@ class ShardedCache(DealtCache):
         """
         if self.failure is not None:
             raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
-        found = describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text))
-        for name, value in self.model.items():
-            if found.get(name) != value:
-                raise ValueError(
-                    f"past_key_values is the cache of another model: {name} was {value}, this model has "
-                    f"{found.get(name)}; make ShardedCache(model.config)"
-                )
+        _check_same(self.model, describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text)))
         if self.transport.group is not base.group:
             raise ValueError(
                 f"past_key_values covers {self.transport.world} ranks, the model {base.world}, or another group; "
@@ -400,6 +385,15 @@ class ShardedCache(DealtCache):
 def _versions_of(model: Any) -> dict[str, int]:
     """Return how often each weight was written to, by name; a weight made in inference mode has no count."""
     return {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+
+
+def _check_same(cached: dict[str, Any], model: dict[str, Any]) -> None:
+    for name, value in cached.items():
+        if model.get(name) != value:
+            raise ValueError(
+                f"past_key_values is the cache of another model: {name} was {value}, this model has {model.get(name)}; "
+                "make ShardedCache(model.config), or pass the configuration of the model that filled the cache"
+            )
 
 
 def _check_chunk(chunk: Any, world: int) -> int | None:

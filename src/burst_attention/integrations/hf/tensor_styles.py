@@ -23,21 +23,16 @@ from .tensor_parts import OF_EXPERTS, Cut, Scaled, Summed, own_tokens, part, sum
 
 
 class _SummedWeights(styles.TensorParallelLayer):
-    """A whole weight that each rank uses for its heads, such as q_norm: sum the parts of its gradient.
+    """A whole weight that each rank uses for its heads, such as q_norm: sum the parts of its gradient."""
 
-    transformers' own style sums ``.grad`` after each backward, and so counts earlier backwards again.
-    """
-
+    # transformers' own style sums ``.grad`` after each backward, and so counts earlier backwards again.
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> AbstractContextManager[None]:
         """Use the weights through a function that sums their gradients."""
         return using(module, lambda weight: used(weight, mesh))
 
 
 class _Columns(styles.ColwiseParallel):
-    """A linear layer's columns. The gradient of its input is a part, which :func:`_sum_inputs` sums once for all.
-
-    transformers' own code sums it for each of q, k and v, and for gate and up: seven sums a layer in place of four.
-    """
+    """A linear layer's columns. The gradient of its input is a part, which :func:`_sum_inputs` sums once for all."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
         """Replace the forward by one on this rank's part."""
@@ -64,10 +59,7 @@ class _Rows(styles.RowwiseParallel):
 
 
 def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
-    """Sum the gradient of a module's input, of which each rank computes a part.
-
-    ``own_weights``: let the module use this rank's parts of weights that it holds itself.
-    """
+    """Sum the gradient of a module's input; ``own_weights``: the module uses this rank's parts of its own weights."""
     group = mesh.get_group()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,14 +74,9 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
 
 
 def _share_experts(module: Any, how: Cut) -> None:
-    """Replace the forward of experts, whose weights are cut by then.
-
-    Each rank has some experts whole, computes them for all tokens, and the ranks' outputs are summed. Slices of every
-    expert would not be contiguous where gate and up share a weight, and checkpoints of torch.distributed can't hold
-    those. transformers' own code for this sums gradients in place.
-
-    If the ranks of a context share the experts, they first gather the tokens of the whole sequence.
-    """
+    """Replace the forward of experts: each rank has some whole, for all tokens, and the ranks' outputs are summed."""
+    # Slices of every expert would not be contiguous where gate and up share a weight, and checkpoints of
+    # torch.distributed can't hold those. transformers' own code for this sums gradients in place.
     rank, by_context = how.experts.get_local_rank(), how.by_context
     module.burst_by_context = by_context
     own_loop = type(module).__name__ == "GptOssExperts"

@@ -29,6 +29,7 @@ from transformers.trainer_utils import has_length
 from burst_attention.plan.strategy import Strategy
 
 from ..hf.batch import IGNORED
+from ..hf.heads import base_of
 from ..hf.memory import Memory
 from ..hf.parallel import parallelize
 from ..hf.tensor_axis import tensor_parallel
@@ -234,10 +235,7 @@ class BurstMixin(OneGeneration):
         return loss, None, None
 
     def _own_samples(self, labels: torch.Tensor) -> int:
-        """Return how many rows of this context's batch are not repeated samples.
-
-        Samples that are concatenated in one row can't be separated, so some of them count twice, as under DDP.
-        """
+        """Return how many rows of this context's batch are not repeated samples; all, where one row has several."""
         trainer: Any = self
         state, samples = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
         if not state.end_of_dataloader or state.remainder < 1:
@@ -254,12 +252,8 @@ class BurstMixin(OneGeneration):
 
 
 def _without_repeated(model: Any, inputs: Any, own: int, rows: int) -> dict[str, Any]:
-    """Return a batch without the samples behind its first ``own`` ones, or without their labels if it has images.
-
-    Images are not in rows, so a sample's images can't be cut out.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if whole_arguments(base) & inputs.keys():
+    """Return a batch without the samples behind its first ``own`` ones, or without their labels if it has images."""
+    if whole_arguments(base_of(model)) & inputs.keys():  # images are not in rows, so a sample's can't be cut out
         labels = inputs["labels"].clone()
         labels[own:] = IGNORED
         return {**inputs, "labels": labels}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -16,34 +15,16 @@ from transformers.trainer_utils import has_length
 
 from ..hf.batch import IGNORED
 from ..hf.checks import shown
+from ..hf.heads import base_of
+from .contexts import ContextAccelerator
 
-# Methods that we override or call: (class, package, method, parameters that it must have).
-_HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
-    (Trainer, "transformers", "_build_accelerator_args", ("kwargs",)),
-    (Trainer, "transformers", "create_accelerator_and_postprocess", ()),
-    (Trainer, "transformers", "get_total_train_batch_size", ("args",)),
-    (Trainer, "transformers", "floating_point_ops", ("inputs",)),
-    (Trainer, "transformers", "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
-    (Trainer, "transformers", "prediction_step", ("model", "inputs", "prediction_loss_only", "ignore_keys")),
-    (Trainer, "transformers", "_get_dataloader", ("dataset", "is_training")),
-    (Accelerator, "accelerate", "num_processes", ()),
-    (Accelerator, "accelerate", "process_index", ()),
-    (Accelerator, "accelerate", "_prepare_device_mesh", ()),
-    (Accelerator, "accelerate", "gather", ("tensor",)),
-    (Accelerator, "accelerate", "gather_for_metrics", ("input_data", "use_gather_object")),
-    (Accelerator, "accelerate", "reduce", ("tensor", "reduction", "scale")),
-]
-# Only a model that is cut over a tensor-parallel axis needs these methods.
-_TENSOR_HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
-    (Trainer, "transformers", "get_tp_size", ()),
-    (Accelerator, "accelerate", "_prepare_tp", ("args",)),
-]
-# Only trainers that generate their training data (GRPO) must have these methods.
-_ONLINE_HOOKS: list[tuple[str, tuple[str, ...]]] = [
-    ("_generate", ("prompts",)),
-    ("_calculate_rewards", ()),
-    ("_generate_and_score_completions", ("inputs",)),
-]
+# Methods of stock classes that ours override, by class and package. Each must have the parameters of ours.
+_OF_TRAINER = (
+    *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_total_train_batch_size"),
+    *("floating_point_ops", "compute_loss", "prediction_step", "_get_dataloader"),
+)
+_OF_ACCELERATOR = ("num_processes", "process_index", "_prepare_device_mesh", "gather", "gather_for_metrics", "reduce")
+_OF_ONLINE = ("_generate", "_calculate_rewards", "_generate_and_score_completions")  # only of trainers such as GRPO's
 # Tests compare each of these trainers with the stock one. Others handle ranks or logits in their own code.
 _TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RewardTrainer")
 _CUT = ("SFTTrainer",)  # compared under tensor parallelism too
@@ -77,21 +58,22 @@ def check_hooks(kind: type, mixin: type) -> None:
     """Refuse package versions that lack a method or a parameter that the mixin needs."""
     behind = kind.__mro__[kind.__mro__.index(mixin) + 1 :]
     owner = next(each for each in behind if issubclass(each, Trainer))
-    hooks = list(_HOOKS)
-    if any(hasattr(owner, name) for name, _ in _ONLINE_HOOKS):
-        hooks += [(owner, "trl", name, parameters) for name, parameters in _ONLINE_HOOKS]
-    _check_methods(hooks)
+    _check_methods(Trainer, "transformers", mixin, _OF_TRAINER)
+    _check_methods(Accelerator, "accelerate", ContextAccelerator, _OF_ACCELERATOR)
+    if any(hasattr(owner, name) for name in _OF_ONLINE):
+        _check_methods(owner, "trl", mixin, _OF_ONLINE)
 
 
-def _check_methods(hooks: list[tuple[type, str, str, tuple[str, ...]]]) -> None:
-    for holder, package, name, parameters in hooks:
-        method: Callable[..., Any] | property | None = getattr(holder, name, None)
+def _check_methods(stock: type, package: str, ours: type, names: tuple[str, ...]) -> None:
+    for name in names:
+        method, own = getattr(stock, name, None), getattr(ours, name)
         has = inspect.signature(method).parameters if callable(method) else {}
-        lacking = [parameter for parameter in parameters if parameter not in has]
+        passed = inspect.signature(own).parameters.values() if callable(own) else ()
+        lacking = [x.name for x in passed if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD) and x.name not in has]
         if method is None or (lacking and "kwargs" not in has and "args" not in has):
             what = f"lacks {lacking[0]}" if method is not None else "is gone"
             raise RuntimeError(
-                f"{holder.__name__}.{name} {what} in {package} {version(package)}, a version that is not supported; "
+                f"{stock.__name__}.{name} {what} in {package} {version(package)}, a version that is not supported; "
                 "install burst-attention[trainer] with the versions in its constraints"
             )
 
@@ -159,7 +141,7 @@ def _check_dropout(model: nn.Module) -> None:
 
 def counted(model: Any, labels: torch.Tensor) -> int:
     """Return the number of labels over which a parallelized model averages its loss."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     if base._burst.form is not None:  # the next tokens'
         return int((labels[:, 1:] != IGNORED).sum())
     of_tokens = labels.dim() == 2 and not labels.is_floating_point()
@@ -214,7 +196,8 @@ def check_tensor_axis(kind: type, plugin: Any, size: int) -> None:
         )
     if plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         raise ValueError(f"tp_size={size} needs FSDP2 over the other ranks; set fsdp=True in the training arguments")
-    _check_methods(_TENSOR_HOOKS)
+    _check_methods(Trainer, "transformers", kind, ("get_tp_size",))
+    _check_methods(Accelerator, "accelerate", ContextAccelerator, ("_prepare_tp",))
 
 
 def check_memory(memory: Any, trainer: Any, context_size: int | None) -> None:

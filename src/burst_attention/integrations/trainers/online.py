@@ -21,11 +21,7 @@ class OneGeneration:
     _context_size: int | None
 
     def _generate_by_context(self) -> None:
-        """Set the trainer's batch sizes and seeds per context instead of per rank.
-
-        Raise ValueError if a batch does not hold whole groups of completions, and RuntimeError if this version of TRL
-        stores its logs in another way.
-        """
+        """Set the trainer's batch sizes and seeds per context instead of per rank, after checks."""
         trainer: Any = self
         args, accelerator = trainer.args, trainer.accelerator
         contexts, size = accelerator.num_processes, accelerator.shared
@@ -57,10 +53,7 @@ class OneGeneration:
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the rewards of each context's first rank, [contexts * n, functions].
-
-        A reward function may be random, so the ranks of a context may compute different rewards.
-        """
+        """Return the rewards of each context's first rank, [contexts * n, functions]: functions may be random."""
         rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         if self._context_size == 1:
             return rewards
@@ -87,10 +80,7 @@ class OneGeneration:
         return scored
 
     def _align_generators(self) -> None:
-        """Copy the random state of the context's first rank to its other ranks.
-
-        Ranks draw different amounts of random numbers if their shards differ in length.
-        """
+        """Copy the context's first rank's random state: shards of other lengths draw other amounts of numbers."""
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         cuda = accelerator.device.type == "cuda"
         state, device_state = self._from_first((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
