@@ -162,17 +162,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     ):
         try:
             for rank in range(ranks):
-                given = (
-                    rank,
-                    ranks,
-                    store.port,
-                    Path(folder),
-                    os.getpid(),
-                    dict(os.environ),
-                    worker,
-                    arguments,
-                    patient,
-                )
+                environment = dict(os.environ) | _torchrun_variables(rank, ranks, store.port)
+                given = environment, Path(folder), os.getpid(), worker, arguments, patient
                 with _blocked():
                     processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
                     processes[-1].start()
@@ -294,18 +285,22 @@ def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
+def _torchrun_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return a rank's environment. The launcher hosts the rendezvous store, as torchrun's agent does."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    texts = {name: str(number) for name, number in numbers.items()}
+    return {**texts, "MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def _worker(
-    rank: int,
-    ranks: int,
-    port: int,
+    environment: dict[str, str],
     folder: Path,
     parent: int,
-    environment: dict[str, str],
     worker: Callable[..., Any],
     arguments: tuple,
     patient: bool,
 ) -> None:
-    """Run one rank with torchrun's environment variables; write its error to a file in ``folder``."""
+    """Run one rank in its environment; write its error to a file in ``folder``."""
     # Python's own handler waits for the running call, which may be an exchange with a dead rank. A terminal sends
     # Ctrl-C to all processes; a patient launcher forwards it, so its ranks ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
@@ -315,14 +310,7 @@ def _worker(
     else:
         watch(parent)
     os.environ.clear()
-    os.environ |= environment | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    # The launcher hosts the ranks' rendezvous store, as torchrun's agent does.
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= environment
     try:
         worker(*arguments)
     except Exception as error:
@@ -331,7 +319,7 @@ def _worker(
             "trace": "" if is_expected(error) else traceback.format_exc(),
             "seconds": time.time(),
         }
-        (folder / str(rank)).write_text(json.dumps(report), "utf-8")
+        (folder / environment["RANK"]).write_text(json.dumps(report), "utf-8")
         _leave(1)
     except SystemExit as ended:
         if isinstance(ended.code, str):
