@@ -231,7 +231,8 @@ class ShardedCache(DealtCache):
                 f"past_key_values was filled by a model whose weights were cut over {self._cut} ranks, this one's are "
                 f"cut over {cut}; make a new ShardedCache"
             )
-        versions = _versions_of(model)
+        # How often each weight was written to; one that was made in inference mode has no count.
+        versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
         before = self._models.get(model, versions)
         changed = [name for name in versions if before.get(name) != versions[name]]
         if changed:
@@ -380,11 +381,6 @@ class ShardedCache(DealtCache):
         seen = now.seen[layer.reach]
         label = f"decoding, token {now.stop - 1}, layer {self._last}"
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
-
-
-def _versions_of(model: Any) -> dict[str, int]:
-    """Return how often each weight was written to, by name; a weight made in inference mode has no count."""
-    return {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
 
 
 def _check_same(cached: dict[str, Any], model: dict[str, Any]) -> None:

@@ -153,7 +153,11 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     state = model._burst
     given = arguments.named(model, args, kwargs)
     cache: Any = given["past_key_values"]
-    _check_keywords(given)
+    for name, value in given.items():
+        if name not in (*_TAKEN, *_SILENT) and value is not False:
+            raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
+    if given.get("use_cache") is False:
+        raise ValueError("use_cache=False, but past_key_values is a cache; leave one of them out")
     fit = state.fit
     if fit is None or fit.cache is not cache:
         fit = _fit(model, cache)
@@ -254,14 +258,6 @@ def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
     given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": fit.cache, "use_cache": True}
     with running(plan):
         return stub_forward.run_body(fit.body, **given)
-
-
-def _check_keywords(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in (*_TAKEN, *_SILENT) and value is not False:
-            raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
-    if given.get("use_cache") is False:
-        raise ValueError("use_cache=False, but past_key_values is a cache; leave one of them out")
 
 
 def _prompt(limits: tuple[int | None, int | None], ids: Any, given: Mapping[str, Any], past: int = 0) -> Tensor:

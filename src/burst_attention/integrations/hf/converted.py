@@ -80,16 +80,6 @@ def check_cached(body: nn.Module) -> None:
             )
 
 
-def check_layout(model: nn.Module, layout: str) -> None:
-    """Refuse a layout that separates neighbouring tokens, for a model that passes states between them."""
-    found = next(known.mixers_of(model), None)
-    if found is not None and layout.startswith("striped"):
-        raise ValueError(
-            f"layout={layout!r} of the strategy separates neighbouring tokens, but {found[0]} "
-            f"({type(found[1]).__name__}) passes a state from token to token; use Strategy(layout='zigzag')"
-        )
-
-
 def hands_plans(model: nn.Module) -> bool:
     """Return whether layers get their plans other than by keywords."""
     return any(isinstance(each, (_Layer, OwnAttention)) for each in model.modules())

@@ -24,7 +24,7 @@ from burst_attention.attention.sweep import sweeps
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .classes import become, stock_class
+from .classes import stock_class
 from .known import is_tempered
 
 # The projections whose output rows belong to heads: which heads, in order.
@@ -38,15 +38,10 @@ _COUNTS = {"query": ("num_heads", "num_attention_heads"), "key": ("num_key_value
 _COMPARED = 5  # tokens
 
 
-def by_heads(module: nn.Module, chunks: int) -> None:
-    """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place."""
-    become(module, ByHeads, structure=_Structure(module, chunks))
-
-
 class ByHeads(nn.Module):
-    """An attention module whose heads are computed in chunks."""
+    """An attention module of transformers whose heads are computed in chunks."""
 
-    structure: _Structure
+    structure: Structure
     stock_class: Any
 
     @torch.compiler.disable
@@ -57,12 +52,12 @@ class ByHeads(nn.Module):
             return self.stock_class.forward(self, hidden_states, **kwargs)
         with Plans.of(kwargs["plan"]).one.agreement.entering("burst_attention", once=True):
             if self.structure.parts != _parts(self):  # adapters were attached, or removed
-                self.structure = _Structure(self, self.structure.chunks)
+                self.structure = Structure(self, self.structure.chunks)
             self.structure.compare(self, hidden_states, kwargs)
         return self.structure.run(self, hidden_states, kwargs)
 
 
-class _Structure:
+class Structure:
     """A module's structure with the heads of one chunk, without weights, and which rows of which weights it takes."""
 
     def __init__(self, module: nn.Module, chunks: int) -> None:

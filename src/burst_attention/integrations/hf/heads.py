@@ -20,6 +20,7 @@ from burst_attention.loss import Head, LogitForm
 
 from . import tensor_axis
 from .stub_forward import Output, StandIn, body_name, twin_of
+from .tensor_parts import forward_is_ours
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -140,7 +141,8 @@ def check_untouched(model: nn.Module) -> None:
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
-    if added or ("forward" in vars(head) and not tensor_axis.is_cut_by_us(model, head)):
+    cut_by_us = tensor_axis.cut_of(model) is not None and forward_is_ours(head)
+    if added or ("forward" in vars(head) and not cut_by_us):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
         raise TypeError(f"model's {name} has a {what}, which may change the logits; remove it to train over shards")
 

@@ -17,8 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
-from . import head_chunks, known, token_chunks
-from .classes import revert
+from . import known
+from .classes import become, revert
+from .head_chunks import ByHeads, Structure
+from .token_chunks import InTokenChunks
 
 Recompute = Literal["none", "keep-attention", "layer"]
 # Submodules of a mixture of experts that process each token for itself; its router sees all tokens at once.
@@ -82,11 +84,11 @@ class Memory:
         if self.mlp_chunks > 1:
             inside = [module for layer in layers for module in (*_feed_forward(layer), *_norms(layer))]
             for module in (*_norms(body), *inside):
-                token_chunks.in_token_chunks(module, self.mlp_chunks)
+                become(module, InTokenChunks, token_chunks=self.mlp_chunks)
         for layer in layers:
             if self.attention_chunks > 1:
                 for module in [each for each in layer.modules() if known.is_called(each, "Attention")]:
-                    head_chunks.by_heads(module, self.attention_chunks)
+                    become(module, ByHeads, structure=Structure(module, self.attention_chunks))
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
                 layer._gradient_checkpointing_func = _Recomputing(context, copies)  # type: ignore[assignment]
                 layer.gradient_checkpointing = True
@@ -110,8 +112,8 @@ def unsave(body: nn.Module) -> None:
         if _is_ours(layer):
             del layer._gradient_checkpointing_func
             layer.gradient_checkpointing = False
-    revert(body, head_chunks.ByHeads)
-    revert(body, token_chunks.InTokenChunks)
+    revert(body, ByHeads)
+    revert(body, InTokenChunks)
 
 
 def _layers(body: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -72,7 +72,12 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
 
 def check_parts(model: Any, body: Any, layout: str) -> None:
     """Refuse a model that can't run on shards; ``body``: the part that runs there. Dropout may still be turned off."""
-    converted.check_layout(model, layout)
+    mixer = next(known.mixers_of(model), None)
+    if mixer is not None and layout.startswith("striped"):
+        raise ValueError(
+            f"layout={layout!r} of the strategy separates neighbouring tokens, but {mixer[0]} "
+            f"({type(mixer[1]).__name__}) passes a state from token to token; use Strategy(layout='zigzag')"
+        )
     text = model.config.get_text_config(decoder=True)  # its class may have turned a decoder into a causal model
     check_layers(text)
     check_rope(text)
@@ -130,12 +135,6 @@ def is_causal(body: nn.Module) -> bool:
         return all(stated.values())
     names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
     raise ValueError(f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not; {ALONE}")
-
-
-def places_absolutely(model: Any) -> bool:
-    """Return whether absolute positions matter, or how positions come in is unknown."""
-    rotary = any(known.is_called(module, "RotaryEmbedding") for module in model.modules())
-    return not rotary or embeds_positions(model)
 
 
 def embeds_positions(model: Any) -> bool:

@@ -94,14 +94,15 @@ def answer(model: Any, body: Any, call: Call) -> Any:
         return around(model, lambda: body, call)
     state = model._burst
     out = _results(model, body[0], call)
-    if call.keep:
-        out.logits = _last_logits(model, body[0], call)
-    if call.whole:
-        out.logits = _whole_logits(model, body[0], call)
+    if call.keep or call.whole:
+        out.logits = _logits(model, body[0], call)
     if call.states is not False:
         out.hidden_states = _whole_states(model, body, call, state.share)
     if call.router:
-        _add_router_loss(model, body, out, call)
+        aux = stub_forward.router_loss(model, _whole_routers(body, call), call.given.get("attention_mask"))
+        out.aux_loss = state.share(aux)
+        if out.loss is not None and out.aux_loss is not None:
+            out.loss = out.loss + model.router_aux_loss_coef * out.aux_loss.to(out.loss)
     wanted = call.given.get("return_dict", getattr(model.config, "return_dict", True))
     return out if wanted else out.to_tuple()
 
@@ -201,17 +202,13 @@ def _head_of(model: Any) -> Head:
     return head
 
 
-def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
-    """Return the logits [B, keep, V] of each row's last positions."""
-    with torch.no_grad():
-        whole = _gathered(hidden.detach(), call)[:, -call.keep :]
-        head = _head_of(model)
-        return head.local().logits(heads.for_head(whole, head.weight))
-
-
-def _whole_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
-    """Return the logits [B, S, V] of all tokens; their gradient reaches head and body, as in :func:`around`."""
+def _logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
+    """Return logits [B, keep, V] of last positions; or those of all tokens, whose gradient is as in :func:`around`."""
     world, head = float(call.plan.world), _head_of(model)
+    if call.keep:
+        with torch.no_grad():
+            last = _gathered(hidden.detach(), call)[:, -call.keep :]
+        return head.local().logits(heads.for_head(last, head.weight))
     hidden = scaled(heads.for_head(hidden, head.weight), world)
     logits = head.local().differentiable_logits(_gathered(hidden, call))
     return logits if model._burst.gradients == "mean" else scaled(logits, 1 / world)
@@ -234,16 +231,6 @@ def _whole_states(
 def _gathered(shard: Tensor, call: Call) -> Tensor:
     """Return values of all tokens [B, S, ...] in the order of the batch, from this rank's [R, T_local, ...]."""
     return call.rows.restore(call.plan.unshard(shard, 1))
-
-
-def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:
-    """Add the router loss of a mixture of experts, computed over the tokens of all ranks, to the output."""
-    state = model._burst
-    whole = _whole_routers(body, call)
-    aux = stub_forward.router_loss(model, whole, call.given.get("attention_mask"))
-    out.aux_loss = state.share(aux)
-    if out.loss is not None and out.aux_loss is not None:
-        out.loss = out.loss + model.router_aux_loss_coef * out.aux_loss.to(out.loss)
 
 
 def _whole_routers(body: Any, call: Call) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, call, converted, heads, known, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
 from .checks import running
 from .classes import Converted, revert
@@ -127,12 +127,13 @@ def _convert(base: Any, plan: Plan, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     body, causal = vision.text_of(base), _is_causal(base)
     own = body.config._attn_implementation
+    rotary = any(known.is_called(module, "RotaryEmbedding") for module in base.modules())
     _switch(base, parts.NAME)
     base._burst = _Context(
         PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True), causal=causal), causal=causal),
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
-        absolute=models.places_absolutely(base),
+        absolute=not rotary or models.embeds_positions(base),
         **state,
     )
     converted.convert(body)
@@ -373,15 +374,15 @@ def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     Raises:
         TypeError: no part of ``model`` is parallelized.
     """
-    known = next((each for each in model.modules() if isinstance(each, _Parallel)), None)
-    if known is None:
+    spread = next((each for each in model.modules() if isinstance(each, _Parallel)), None)
+    if spread is None:
         raise TypeError(f"model is a {type(model).__name__} without a parallelized part; call hf.parallelize first")
     waiting: list[Batch] = []
     for batch in batches:
         with suppress(TypeError, ValueError):  # the model's forward raises it, on every rank
             named = (*arguments.BATCH, *arguments.TOKENS)
-            rows = call.rows_for(known, {name: batch[name] for name in named if batch.get(name) is not None})
-            known._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
+            rows = call.rows_for(spread, {name: batch[name] for name in named if batch.get(name) is not None})
+            spread._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
         if waiting:
             yield waiting.pop()
         waiting.append(batch)

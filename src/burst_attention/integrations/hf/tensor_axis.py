@@ -22,7 +22,7 @@ from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from .parts import HOOKS, origin_of
+from .parts import hooks_of, origin_of
 from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -77,7 +77,11 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | Non
             f'"cp", "{AXIS}"))["{AXIS}"]'
         )
     shared = mesh if experts is None else experts
-    _check_shared(shared, mesh)
+    if not isinstance(shared, DeviceMesh) or shared.ndim != 1 or mesh.mesh.tolist() not in _axes(shared, mesh):
+        raise TypeError(
+            f"experts={shared!r} must be one axis of a context's ranks and those of mesh={mesh!r}, these the inner "
+            'ones: mesh["cp", "tp"]._flatten("ep")'
+        )
     agreement = connect(shared.get_group(), None)[1]
     with agreement.entering("tensor_parallel"):
         plan, heads = plan_of(model, mesh.size(), shared.size())
@@ -90,16 +94,6 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | Non
     own = agreement if experts is None else connect(mesh.get_group(), None)[1]
     _cut(model, Cut(mesh, own, heads, shared), plan)
     return model
-
-
-def _check_shared(shared: DeviceMesh, mesh: DeviceMesh) -> None:
-    """Refuse ranks for the experts that are not those of several tensor-parallel axes, one axis after another."""
-    own = mesh.mesh.tolist()
-    if not isinstance(shared, DeviceMesh) or shared.ndim != 1 or own not in _axes(shared, mesh):
-        raise TypeError(
-            f"experts={shared!r} must be one axis of a context's ranks and those of mesh={mesh!r}, these the inner "
-            'ones: mesh["cp", "tp"]._flatten("ep")'
-        )
 
 
 def _axes(shared: DeviceMesh, mesh: DeviceMesh) -> list[list[int]]:
@@ -176,11 +170,6 @@ def ranks_of(model: Any) -> int:
     return 1 if cut is None else cut.experts.size()
 
 
-def is_cut_by_us(model: Any, module: nn.Module) -> bool:
-    """Return whether a module's own forward is the one that :func:`tensor_parallel` gave it."""
-    return cut_of(model) is not None and forward_is_ours(module)
-
-
 def check_cut(model: nn.Module) -> None:
     """Refuse a model that was cut, but not by :func:`tensor_parallel`."""
     if cut_of(model) is not None:
@@ -209,7 +198,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 def check_attached(model: nn.Module) -> None:
     """Refuse adapters and hooks that would see parts of hidden states."""
     for name, module in model.named_modules():
-        hooks = [hook for kind in HOOKS for hook in vars(module)[kind].values()] if forward_is_ours(module) else []
+        hooks = hooks_of(module) if forward_is_ours(module) else ()
         if any(not origin_of(hook).startswith(("torch.distributed", "transformers.")) for hook in hooks):
             raise ValueError(
                 f"{name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "

@@ -18,18 +18,11 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
-from .classes import become
-
 _DEVICES = ("cpu", "cuda")
 
 
-def in_token_chunks(module: nn.Module, chunks: int) -> None:
-    """Make a token-wise module process [B, S, E] in ``chunks`` chunks of S, or [T, E] in chunks of T, in place."""
-    become(module, InTokenChunks, token_chunks=chunks)
-
-
 class InTokenChunks(nn.Module):
-    """A token-wise module that processes its tokens in chunks."""
+    """A token-wise module that processes [B, S, E] in ``token_chunks`` chunks of S, or [T, E] in chunks of T."""
 
     token_chunks: int
     stock_class: Any
