@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -90,54 +89,32 @@ def token_log_probs(
             here = check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
             check_temperature(temperature)
             measures = check_outputs(outputs, MEASURES)
-            _check_last(labels, plan, ignore_index)
+            last = (plan.positions == plan.schedule.layout.stop - 1).to(here.device)
+            if (here[:, last] != ignore_index).any():
+                raise ValueError(
+                    "labels has a label at the last position of the sequence, "
+                    f"{plan.seqlen - 1}, which no token follows; pass plan.shard_labels"
+                )
             check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
         head.agree("token_log_probs", fields_of_axis(hidden, head, here, ignore_index, measurement))
-    plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures), once=True)
-    with plan.agreement.entering("unshard", once=True):  # the next call in which ranks meet
-        local = _own_table(hidden, head, here, ignore_index, measurement)
-    whole = plan.unshard(local, 2, grad="slice")
-    return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)
-
-
-def _shared_fields(head: Head, temperature: float, measures: tuple[str, ...]) -> dict[str, Any]:
-    """Return what all ranks must pass equally."""
-    return {
+    same = {
         "temperature": temperature,
         "outputs": list(measures),
-        "factor": head.form.factor,
-        "softcap": head.form.softcap,
+        "factor": factor,
+        "softcap": softcap,
         "bias": None if head.bias is None else list(head.bias.shape),
         "lm_head_weight": list(head.weight.shape),
     }
-
-
-def _own_table(
-    hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
-) -> torch.Tensor:
-    """Return the measures [measures, B, S_local] of this rank's tokens, 0 where there is no label."""
-    rows, table = measure(hidden, head, labels, ignore_index, measurement)
-    local = table.new_zeros(len(measurement.measures), labels.numel())
-    local[:, rows] = table
-    return local.view(len(local), *labels.shape)
-
-
-def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
-    """Return the fields of a table [measures, B, S - 1]."""
+    plan.agreement.agree("token_log_probs", same, once=True)
+    with plan.agreement.entering("unshard", once=True):  # the next call in which ranks meet
+        rows, table = measure(hidden, head, here, ignore_index, measurement)
+        local = table.new_zeros(len(measures), here.numel())  # 0 where there is no label
+        local[:, rows] = table
+    whole = plan.unshard(local.view(len(local), *here.shape), 2, grad="slice")[..., : max(plan.seqlen - 1, 0)]
     given = dict(zip(measures, whole.unbind(0), strict=True))
     for name in {*given} - {"log_probs", "entropy"}:
         given[name] = given[name].detach()
     if "is_top1" in given:
         given["is_top1"] = given["is_top1"].bool()
     return TokenLogProbs(**given)
-
-
-def _check_last(labels: torch.Tensor, plan: Plan, ignore_index: int) -> None:
-    """Raise ValueError for a label at the sequence's last position, which has no column in the result."""
-    last = (plan.positions == plan.schedule.layout.stop - 1).to(labels.device)
-    if (labels[:, last] != ignore_index).any():
-        raise ValueError(
-            f"labels has a label at the last position of the sequence, {plan.seqlen - 1}, which no token follows; "
-            "pass plan.shard_labels"
-        )
