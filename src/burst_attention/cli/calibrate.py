@@ -37,19 +37,14 @@ class CalibrateArguments:
     def check(self) -> None:
         """Raise ValueError if a flag's value is invalid."""
         check_settings(self)
-        if self.path.is_dir() or not _writable(self.path):
+        folder = next(each for each in self.path.absolute().parents if each.exists())  # others will be made
+        if self.path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise ValueError(f"--out {self.out!r} can't be written; name a file in a folder that you can write to")
 
     @property
     def path(self) -> Path:
         """The file to write."""
         return user_file() if self.out is None else Path(self.out)
-
-
-def _writable(path: Path) -> bool:
-    """Return whether the file can be created, missing folders included."""
-    folder = next(each for each in path.absolute().parents if each.exists())
-    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def main(arguments: list[str]) -> int:

@@ -45,11 +45,7 @@ class Options:
     softcap: float = 0.0
 
     def mask(self, documents: tuple[int, ...] | None) -> Mask:
-        """Return the mask of these options for ``documents`` with these borders.
-
-        Raises:
-            TypeError, ValueError: an option is invalid or not supported.
-        """
+        """Return the mask of these options for ``documents`` with these borders; refuse those that have none."""
         if self.dropout_p:
             raise ValueError(f"dropout_p={self.dropout_p}: dropout is not supported; pass dropout_p=0.0")
         if self.alibi_slopes is not None:
@@ -78,17 +74,8 @@ def attend(
 ) -> Any:
     """Compute attention over a sequence of which every rank holds ``S_local`` tokens, in ``layout``.
 
-    Args:
-        name: the called function's name, for errors.
-        tensors: q, k, v; or q and kv; or qkv: [B, S_local, (2 or 3,) H, D]; with ``documents``, without B.
-        documents: returns the global borders, given S_local and the number of ranks. None: one document per batch row.
-
-    Returns:
-        out [B, S_local, H, D]; with ``options.return_attn_probs`` (out, lse [B, H, S_local], None). With ``documents``,
-        all without B.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid on some rank. Every rank raises the same class.
+    ``name``: of the called function. ``tensors``: q, k, v; or q and kv; or qkv. ``documents``: returns the global
+    borders, given S_local and the number of ranks; then no tensor has a batch dimension.
     """
     group = resolve_group(options.group)
     transport, agreement = connect(group, None)

@@ -205,10 +205,7 @@ class ShardedCache(DealtCache):
         return cache
 
     def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, turn: bool) -> None:
-        """Refuse a model of another configuration or with other weights, and a model over another group.
-
-        ``turn``: compare a sample of the weights too. It finds writes to ``.data``, which no version counts.
-        """
+        """Refuse a model over another group, of another configuration or with other weights; ``turn``: sample them."""
         if self.failure is not None:
             raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
         _check_same(self.model, describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text)))
@@ -240,7 +237,7 @@ class ShardedCache(DealtCache):
                 f"past_key_values holds keys of other weights: {min(changed)} of the model was changed since it filled "
                 "the cache; call past_key_values.reset() on every rank, or make ShardedCache(model.config)"
             )
-        if turn or model not in self._models:
+        if turn or model not in self._models:  # a sample finds writes to ``.data``, which no version counts
             found, known = weights(), self.weights or {}
             other = [name for name in found.keys() & known.keys() if found[name] != known[name]]
             if other:
@@ -289,10 +286,7 @@ class ShardedCache(DealtCache):
 
     @contextmanager
     def prefilling(self, plan: Plan, padding: Tensor, stop: int) -> Iterator[None]:
-        """Store the shards that the model computes inside this context.
-
-        A prompt has ``stop`` columns, with padding behind each row's tokens. Later tokens attend to the cache too.
-        """
+        """Store the shards that the model computes inside this context; a prompt has ``stop`` columns."""
         first, before = self.length, plan.transport.sent
         if not first:
             self.holes = [(stop - n, stop) if n else NO_HOLE for n in padding.tolist()]

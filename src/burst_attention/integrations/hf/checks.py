@@ -39,10 +39,7 @@ _BENIGN = names(
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """A mask other than plain causal that a model requested from transformers' mask code.
-
-    The mask code has no plan, so it can't raise on all ranks. It returns this request, and the attention raises.
-    """
+    """A mask other than plain causal that a model requested: mask code has no plan, so the attention refuses it."""
 
     causal: bool
     window: int | None  # its sliding window; None for no window

@@ -65,7 +65,8 @@ class Structure:
         self.chunks, self.parts, self._compared = chunks, _parts(module), False
         query, self._name = config.num_attention_heads, type(module).__name__
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
-        self._axis = tensor_parts.axis_of(module)
+        cut: Any = (x for x in module.parameters() if tensor_parts.along_axis(x))
+        self._axis = next((x.device_mesh for x in cut), None)
         ranks = 1 if self._axis is None else self._axis.size()
         if ranks > 1 and not tensor_parts.forward_is_ours(module):
             raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")

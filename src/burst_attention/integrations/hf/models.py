@@ -237,11 +237,9 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
 
 
 def _measure(model: PreTrainedModel, run: Callable[..., _Run], reached: list[bool]) -> None:
-    """Compare the hidden states of short documents, each alone and beside others.
-
-    A statistic of all tokens (maximum, mean, norm, threshold) may be the same for a permutation of the tokens, or be
-    set by the tokens that are compared. So the others have other ids, and once ten times as large values.
-    """
+    """Compare the hidden states of short documents, each alone and beside others."""
+    # A statistic of all tokens (maximum, mean, norm, threshold) may be the same for a permutation of the tokens, or be
+    # set by the tokens that are compared. So the others have other ids, and once ten times as large values.
     bound, base = max(1e-4, torch.finfo(model.dtype).eps ** 0.5), [0, 1]
     plain, again, counted = run(base), run(base), run(base, counted=True)
     alone = dict(counted.quiet + plain.quiet)
@@ -283,11 +281,7 @@ class _Run(NamedTuple):
 
 
 def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
-    """Return a function that runs the model on documents of 7 tokens, where each token sees only itself.
-
-    It takes the documents' numbers, which give their ids; whether positions are ``counted`` over all of them; and which
-    is ``loud``: the inputs of its layers are ten times as large. Calls of the attention are noted in ``reached``.
-    """
+    """Return a function that runs the model on documents of 7 tokens, where each token sees only itself."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, **options: Any) -> torch.Tensor:
         reached.append(True)
@@ -298,6 +292,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         return single_rank_plan(length, mask=Mask(each.mask.causal, each.mask.window, documents))
 
     def run(documents: list[int], *, counted: bool = False, loud: int | None = None) -> _Run:
+        """``documents``: numbers that give ids. ``counted``: positions go on. ``loud``: layers get it times ten."""
         within, vocabulary = torch.arange(DOCUMENT), model.config.get_text_config().vocab_size
         ids = torch.cat([(within + 3 + 8 * n) % vocabulary for n in documents])[None].to(model.device)
         positions = torch.arange(ids.shape[1]) if counted else within.repeat(len(documents))

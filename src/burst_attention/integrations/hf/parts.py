@@ -171,10 +171,7 @@ def hooks_of(module: nn.Module) -> Iterable[Any]:
 
 
 def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bool = True) -> None:
-    """Refuse parts in training mode that draw random values, which would differ on ranks and when computed again.
-
-    ``body``: what runs on shards, if not all. ``dropout=False`` allows ``nn.Dropout``, because ``eval()`` may follow.
-    """
+    """Refuse parts in training mode that draw random values; ``body``: what runs on shards; ``dropout``: those too."""
     inside = {id(part) for part in (model if body is None else body).modules()}
     for name, part in model.named_modules():
         if not part.training:

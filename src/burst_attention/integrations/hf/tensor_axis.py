@@ -103,12 +103,7 @@ def _axes(shared: DeviceMesh, mesh: DeviceMesh) -> list[list[int]]:
 
 
 def check_contexts(cut: Cut, ranks: list[int], chunks: int) -> None:
-    """Refuse a context that does not have the ranks that share the experts, and experts in chunks of tokens.
-
-    Args:
-        ranks: the global ranks of the context.
-        chunks: ``Memory.mlp_chunks``.
-    """
+    """Refuse a context whose global ``ranks`` are not those that share the experts, and experts in chunks of tokens."""
     column = [axis[cut.mesh.get_local_rank()] for axis in _axes(cut.experts, cut.mesh)]
     if column != ranks:
         raise ValueError(
@@ -123,13 +118,7 @@ def check_contexts(cut: Cut, ranks: list[int], chunks: int) -> None:
 
 
 def plan_of(model: Any, ranks: int, shared: int | None = None) -> tuple[dict[str, str], int]:
-    """Return the style of each module and parameter by name, and over how many ranks the heads of attention are cut.
-
-    ``shared``: how many ranks share the experts; None: those over which the model is cut.
-
-    Raises:
-        TypeError, ValueError: the model can't be cut over so many ranks.
-    """
+    """Return each part's style by name, and over how many ranks heads are cut; ``shared``: how many share experts."""
     _check(model, ranks)
     plan = _styles_of(model, ranks, ranks if shared is None else shared)
     return plan, _ranks_of_heads(model, plan, ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,12 +58,6 @@ def summed(out: Tensor, bias: Tensor | None, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ranks' products, plus the bias once."""
     whole: Tensor = Summed.apply(out, mesh.get_group())
     return whole if bias is None else whole + bias
-
-
-def axis_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the axis over which a module's weights are cut, or None."""
-    weights: Iterable[Any] = module.parameters()
-    return next((x.device_mesh for x in weights if along_axis(x)), None)
 
 
 class Summed(torch.autograd.Function):

@@ -151,19 +151,13 @@ def counted(model: Any, labels: torch.Tensor) -> int:
 
 
 def launched_config() -> ParallelismConfig | None:
-    """Return the settings of ``accelerate launch --use_parallelism_config``, or None.
-
-    An Accelerator without a ``parallelism_config`` would read them from the same environment variables.
-    """
+    """Return the settings of ``accelerate launch --use_parallelism_config``, which an Accelerator reads; or None."""
     asked = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
     return ParallelismConfig() if asked else None
 
 
 def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
-    """Return the context size from the argument or from a ParallelismConfig.
-
-    Raise ValueError if the configuration has unsupported axes, or another size than the argument.
-    """
+    """Return the context size from the argument or a ParallelismConfig; refuse other axes, and two sizes."""
     if config.sp_size > 1:
         raise ValueError(
             f"parallelism_config has sp_size={config.sp_size}, which is not supported; set cp_size in its place"

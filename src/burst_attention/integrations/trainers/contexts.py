@@ -52,10 +52,7 @@ class ContextAccelerator(Accelerator):
         return recursively_apply(self.once, super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather like :class:`Accelerator`, but once per context, and drop the last batch's repeated samples.
-
-        Raise ValueError for an object that is not a tensor, or if ``use_gather_object`` is set.
-        """
+        """Gather tensors like :class:`Accelerator`, but once per context; drop the last batch's repeated samples."""
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
