@@ -17,7 +17,7 @@ from burst_attention.planner.choice import Candidate
 from burst_attention.planner.presets import preset
 from burst_attention.testing import local_world
 from burst_train.figures import bytes_text, scaled, seconds_text, tokens_text
-from burst_train.forecast import buffers as buffers_module
+from burst_train.forecast import footprint
 from burst_train.forecast.attention import (
     AttentionStrategy,
     Exchange,
@@ -27,13 +27,13 @@ from burst_train.forecast.attention import (
     predict_call,
     tensor,
 )
-from burst_train.forecast.buffers import buffers, token_bytes
-from burst_train.forecast.footprint import peak_of
-from burst_train.forecast.forecast import GRAIN, PredictedStep, candidate, forecast_of, forecasts, recommended
+from burst_train.forecast.footprint import buffers, peak_of, token_bytes
+from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
 from burst_train.forecast.machines import Device
 from burst_train.forecast.memory import Step
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
+from burst_train.memory import MemoryConfig
 from burst_train.parallel import Heads, choose
 from burst_train.presets import PRESETS
 
@@ -64,7 +64,7 @@ def setting(world, tokens=250, *, mask=None, shape=SHAPE, per_node=2):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_bytes_and_seconds_are_those_of_the_plan(way: AttentionStrategy, mask: Mask) -> None:
     asked = setting(4, mask=mask)
-    call, schedules = predict_call(way, asked), [asked.schedule(way, rank) for rank in range(4)]
+    call, schedules = predict_call(way, asked), [asked.schedule(way.strategy, rank) for rank in range(4)]
     traffic = [each.traffic(SHAPE, way.circulate, way.groups) for each in schedules]
     for one, name in ((call.forward, "forward_sent"), (call.backward, "backward_sent")):
         assert (one.inside + one.across) * 4 == pytest.approx(sum(getattr(each, name) for each in traffic), rel=1e-12)
@@ -91,7 +91,7 @@ def test_what_is_chosen_and_its_time_are_what_plan_explain_tells() -> None:
         text = world.run(reported)[0]
     assert f"layout {way.layout}, route {way.route}" in text
     assert f"chosen: {Candidate(way.groups, way.circulate).strategy(way.layout, way.route)}" in text
-    assert f"predicted: {call.seconds:.3g} s" in text
+    assert f"predicted: {call.forward.seconds + call.backward.seconds:.3g} s" in text
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -116,16 +116,19 @@ def test_documents_and_windows_that_few_ranks_can_not_stand_for_are_refused() ->
         predict_call(way, setting(64, 100, mask=Mask(cu_seqlens=(0, 3200, 6400))), most=16)
     with pytest.raises(ValueError, match="two nodes at least"):
         predict_call(way, setting(64, per_node=16), most=16)
-    near = predict_call(way, setting(64, 100, mask=Mask(window=50)), most=16)
-    assert near.seconds == pytest.approx(predict_call(way, setting(64, 100, mask=Mask(window=50))).seconds, rel=0.05)
+    asked = setting(64, 100, mask=Mask(window=50))
+    near, whole = (predict_call(way, asked, most=most).backward.seconds for most in (16, None))
+    assert near == pytest.approx(whole, rel=0.05)
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.route != "nodes"], ids=str)
 def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, dtype = setting(32, 64), torch.bfloat16
-    monkeypatch.setattr(buffers_module, "ENOUGH", 16)
+    monkeypatch.setattr(footprint, "ENOUGH", 16)
     whole = [
-        peak_of(asked.schedule(way, rank), SHAPE, dtype, Candidate(way.groups, way.circulate), Direction.BACKWARD)
+        peak_of(
+            asked.schedule(way.strategy, rank), SHAPE, dtype, Candidate(way.groups, way.circulate), Direction.BACKWARD
+        )
         - 64 * token_bytes(SHAPE, dtype)
         for rank in (0, 10, 20, 31)
     ]
@@ -200,16 +203,16 @@ def test_meshes_are_compared_where_a_node_holds_them() -> None:
     assert not any("/tp:" in each.strategy for each in forecasts(replace(on_two_nodes(None), compares_meshes=False)))
     wide = replace(on_two_nodes(None), model=model_of("llama-3-8b"))
     assert "a node has 2 ranks" in forecast_of("auto/tp:4", wide).refused
-    whole = replace(wide.model, heads=replace(wide.model.heads, family="phi3"))
+    whole = replace(wide.model, family="phi3")
     assert "computes all heads" in forecast_of("auto/tp:2", replace(wide, model=whole)).refused
-    chunked = replace(on_two_nodes(None), attention_chunks=2)
+    chunked = replace(on_two_nodes(None), saving=MemoryConfig(attention_chunks=2))
     assert "--attention-chunks" in forecast_of("auto/tp:2", chunked).refused
 
 
 def test_a_part_of_a_model_has_its_share_of_all_but_hidden_states() -> None:
     whole, part = model_of("llama-3-8b"), model_of("llama-3-8b").cut(8)
     assert (part.hidden, part.layers) == (whole.hidden, whole.layers)
-    assert 8 * part.products == whole.products and 8 * part.heads.kv_heads == whole.heads.kv_heads
+    assert 8 * part.products == whole.products and 8 * part.kv_heads == whole.kv_heads
     assert 8 * part.size == pytest.approx(whole.size, rel=1e-3)
 
 
@@ -224,7 +227,7 @@ def test_no_wait_is_less_than_nothing() -> None:
 @pytest.mark.parametrize("world", [3, 7, 48])
 def test_weights_of_a_world_that_divides_no_width_are_those_of_the_fullest_rank(world: int) -> None:
     model = model_of("llama-3-8b")
-    step = Step(model=model, tokens=64, batch=1, world=world, io=2, buffers=0)
+    step = Step(q=make_request(ranks=world), buffers=0)
     matrices = [*model.outside, *model.inside]
     shards = [torch.empty(rows, columns, device="meta").chunk(world)[0] for rows, columns in matrices]
     assert step.weights == 4 * sum(shard.numel() for shard in shards)
@@ -267,9 +270,9 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     assert ours.rest == pytest.approx(matrix_seconds)  # the device's bandwidth is unknown here
 
     call = predict_call(ours.ways[0], asked.setting(Mask()))
-    assert ours.attention == pytest.approx(32 * call.seconds)
+    assert ours.attention == pytest.approx(32 * (call.forward.seconds + call.backward.seconds))
     layer = forecast_of("auto", replace(asked, remat="layer"))
-    assert layer.attention == pytest.approx(32 * (call.seconds + call.forward.seconds))
+    assert layer.attention == pytest.approx(32 * (2 * call.forward.seconds + call.backward.seconds))
     # Two gathers of the layers, one of the rest, in bf16; gradients in fp32.
     rest = 2 * 128256 * 4096 + 4096
     assert sum(ours.sent["parameters"]) == pytest.approx(7 / 8 * (4 * (model.size - rest) + 2 * rest + 4 * model.size))
@@ -306,24 +309,16 @@ def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
 def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
     """keep-attention would recompute local q, k and v, but it must keep the cached ones."""
     asked = make_request(strategy=SPLIT, ranks=16)
-    found = candidate(SPLIT, asked)
+    found = predicted_step(SPLIT, asked)
     groups = found.ways[0].groups
     assert replace(groups, chunks=0) == Groups(16, 8, keep=True, results=True)
     token = 2 * asked.seq_len // 16  # bytes of a number for each token
     assert found.more["kept"] == token * 2 * 8 * 128  # keys and values at a second rank
     results = token * 32 * (128 + 2)  # out and lse of the rank's heads too
     assert found.more["results"] == token * (32 + 2 * 16) * 128 + results
-    sizes = {
-        "model": model_of("llama-3-8b"),
-        "tokens": asked.seq_len // 16,
-        "batch": 1,
-        "world": 16,
-        "io": 2,
-        "buffers": 0,
-    }
-    for remat, more in (("none", found.more["kept"]), ("keep-attention", found.more["results"]), ("layer", 0)):
-        steps = [Step(**sizes, remat=remat), Step(**sizes, remat=remat, **found.more)]
-        assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == more
+    for remat, kept in (("none", found.more["kept"]), ("keep-attention", found.more["results"]), ("layer", 0)):
+        steps = [Step(q=asked, buffers=0, remat=remat, **more) for more in ({}, found.more)]
+        assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == kept
 
 
 def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
@@ -386,7 +381,7 @@ def test_the_fullest_rank_of_a_balanced_row_counts() -> None:
     full, less, same = (forecast_of(each.strategy, each) for each in (balanced, even, longer))
     assert full.memory == same.memory != less.memory
     assert full.rest == pytest.approx(less.rest * most / mean)
-    assert PredictedStep(balanced, candidate(whole, balanced)).q.tokens == most > even.tokens == mean
+    assert predicted_step(whole, balanced).q.tokens == most > even.tokens == mean
 
 
 def test_the_longest_of_joined_sequences_is_that_of_each() -> None:
@@ -405,8 +400,8 @@ def test_the_longest_of_joined_sequences_is_that_of_each() -> None:
 def test_calls_with_sinks_keep_no_results() -> None:
     """burst_attention caches out and lse only without sinks."""
     asked, model = make_request(strategy=SPLIT, ranks=16), model_of("llama-3-8b")
-    sinks = replace(asked, model=replace(model, heads=replace(model.heads, options=("sinks",))))
-    plain, with_sinks = (candidate(SPLIT, each) for each in (asked, sinks))
+    sinks = replace(asked, model=replace(model, options=("sinks",)))
+    plain, with_sinks = (predicted_step(SPLIT, each) for each in (asked, sinks))
     assert plain.ways[0].groups.results and not with_sinks.ways[0].groups.results
     token = 2 * asked.seq_len // 16
     assert plain.more["results"] - with_sinks.more["results"] == token * 32 * (

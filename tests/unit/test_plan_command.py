@@ -134,7 +134,10 @@ def test_copies_take_time_only_where_computation_does_not_hide_them() -> None:
     def seconds(offload: str, disk: float = 3e9) -> float:
         device = replace(asked.cluster.device, disk=disk)
         return forecast_of(
-            "auto", replace(asked, offload=offload, cluster=replace(asked.cluster, device=device))
+            "auto",
+            replace(
+                asked, saving=replace(asked.saving, offload=offload), cluster=replace(asked.cluster, device=device)
+            ),
         ).seconds
 
     plain = seconds("none")
@@ -211,7 +214,7 @@ def test_models_that_can_not_be_counted(change: dict[str, Any], message: str, tm
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     model = model_of(str(tmp_path))
-    assert model.heads.kv_heads == 4 and model.size == 2 * (64 * 100) + 64 + 2 * (4 * 64 * 65 + 3 * 64 * 128 + 2 * 64)
+    assert model.kv_heads == 4 and model.size == 2 * (64 * 100) + 64 + 2 * (4 * 64 * 65 + 3 * 64 * 128 + 2 * 64)
     file.write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match="--model") as error:
         model_of(str(tmp_path))
@@ -300,5 +303,5 @@ def test_a_hybrid_is_planned_and_what_is_not_predicted_is_refused(tmp_path, caps
 
 def test_strategies_without_a_cap_are_refused(tmp_path):
     _, folder = folder_of("gemma2", tmp_path)
-    assert model_of(folder).heads.options == ("softcap",)
-    assert model_of("llama-3-8b").heads.options == ()
+    assert model_of(folder).options == ("softcap",)
+    assert model_of("llama-3-8b").options == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,15 +20,16 @@ from burst_attention.plan.layout import BALANCED
 
 from ..config import PackingName, check_balanced, check_strategy
 from ..forecast.forecast import fastest, forecasts, recommended, savings
-from ..forecast.machines import Device, device_of
+from ..forecast.machines import device_of
 from ..forecast.models import model_of
 from ..forecast.request import TENSOR, Cluster, ForecastRequest
-from ..memory import Offload, OptimizerName
-from .plan_words import SHORT, as_dict, command, headline, notes, short_rows, verdict
+from ..memory import MemoryConfig, Offload, OptimizerName
+from .plan_words import as_dict, command, headline, notes, short_rows, verdict
 
 COMMAND = "burst plan"
 MOST_PLANNED = 1 << 16
 USUAL_NODE = 8  # ranks
+SAVING = ("mlp_chunks", "attention_chunks", "offload", "optimizer", "optimizer_offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +118,7 @@ class PlanArguments:
             dtype=getattr(torch, self.dtype),
             borders=borders if documents > 1 else None,
             remat=None if self.remat == "auto" else self.remat,
-            mlp_chunks=self.mlp_chunks,
-            attention_chunks=self.attention_chunks,
-            offload=self.offload,
-            optimizer=self.optimizer,
-            optimizer_offload=self.optimizer_offload,
+            saving=MemoryConfig(**{name: getattr(self, name) for name in SAVING}),
             strategy=self.strategy + (f"{TENSOR}{self.tensor_parallel}" if (self.tensor_parallel or 1) > 1 else ""),
             compares_meshes=self.tensor_parallel is None,
             layout=BALANCED if joined > 1 else "auto",
@@ -132,18 +129,13 @@ class PlanArguments:
             rates = resolve_rates(self.hardware, on_gpus=torch.cuda.is_available())
         except ValueError as error:
             raise ValueError(f"--hardware {self.hardware}: {error}") from None
-        known = device_of(rates)
-        return Cluster(
-            ranks=self.ranks,
-            per_node=-(-self.ranks // self.nodes) if self.nodes else USUAL_NODE,
-            rates=rates,
-            device=Device(
-                peak=known.peak if self.peak_tflops is None else self.peak_tflops * 1e12,
-                memory=known.memory if self.device_memory is None else self.device_memory * 1e9,
-                bandwidth=known.bandwidth,
-                link=known.link,
-            ),
-        )
+        device = device_of(rates)
+        if self.peak_tflops is not None:
+            device = replace(device, peak=self.peak_tflops * 1e12)
+        if self.device_memory is not None:
+            device = replace(device, memory=self.device_memory * 1e9)
+        per_node = -(-self.ranks // self.nodes) if self.nodes else USUAL_NODE
+        return Cluster(ranks=self.ranks, per_node=per_node, rates=rates, device=device)
 
 
 def main(arguments: list[str]) -> int:
@@ -161,7 +153,7 @@ def main(arguments: list[str]) -> int:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{headline(request)}[/]")
-    print_table(console, [dict(zip(SHORT, line, strict=True)) for line in short_rows(request, found)])
+    print_table(console, [*short_rows(request, found)])
     for note in notes(request, found):
         wide.print(note, markup=False)
     best = recommended(found, saving)

@@ -12,8 +12,6 @@ from ..figures import bytes_text, digits, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.request import ForecastRequest
 
-SHORT = ("strategy", "step", "tokens/s", "memory", "--remat", "verdict")
-
 
 def headline(request: ForecastRequest) -> str:
     """Return one line that names the model, sequence, ranks, hardware and dtype."""
@@ -29,16 +27,17 @@ def headline(request: ForecastRequest) -> str:
     )
 
 
-def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each strategy: its name and the columns of :data:`SHORT`."""
+def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[dict[str, str]]:
+    """Yield a row of figures for each strategy."""
     for each in found:
-        if each.refused:
-            yield each.strategy, "-", "-", "-", "-", "refused"
-            continue
-        needs = "unknown" if each.bytes is None else bytes_text(each.bytes)
-        speed = digits(each.tokens_per_second * request.cluster.ranks)
+        row = {"strategy": each.strategy, "step": "-", "tokens/s": "-", "memory": "-", "--remat": "-"}
+        if not each.refused:
+            row["step"] = seconds_text(each.seconds)
+            row["tokens/s"] = digits(each.tokens_per_second * request.cluster.ranks)
+            row["memory"] = "unknown" if each.bytes is None else bytes_text(each.bytes)
+            row["--remat"] = each.remat
         fits = {None: "unknown", True: "fits", False: "too large"}[each.fits]
-        yield each.strategy, seconds_text(each.seconds), speed, needs, each.remat, fits
+        yield row | {"verdict": "refused" if each.refused else fits}
 
 
 def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
@@ -66,19 +65,15 @@ def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
 def _does_not_fit(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
     able = [each for each in found if not each.refused] + [each for _, each in saving]
     best = max(able, key=lambda each: each.longest or 0)
-    fits = f"the longest sequence that fits is {longest_text(best.longest)} tokens" if best.longest else ""
+    fits = ""
+    if longest := best.longest:
+        in_k_or_m = f"{longest >> 20}M" if longest >= 64 << 20 else f"{longest >> 10:,}K"  # rounded down
+        fits = f"the longest sequence that fits is {in_k_or_m} tokens"
     options = " even with all options that save memory" if saving else ""
     return (
         f"It does not fit{options}: {best.strategy} needs {bytes_text(best.bytes or 0)} per rank; "
         f"{fits or 'no sequence length fits'}. Use more ranks or a shorter --seq-len."
     )
-
-
-def longest_text(tokens: int) -> str:
-    """Return a token count in K, or in M from 64M on, rounded down."""
-    if tokens == 0:
-        return "none"
-    return f"{tokens >> 20}M" if tokens >= 64 << 20 else f"{tokens >> 10:,}K"
 
 
 def as_dict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> Mapping[str, Any]:

@@ -82,36 +82,37 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     """Predict the bytes of a rank's tensors at the peak of a step; None if no formula gives them."""
     from burst_attention.attention.hardware import known_rates, usual_rates
 
-    from ..forecast.forecast import step_memory
+    from ..forecast.forecast import predicted_step
     from ..forecast.machines import Device
     from ..forecast.models import FORMULA, Model
     from ..forecast.request import Cluster, ForecastRequest
 
-    if config.model.lora is not None or model.model_type not in FORMULA:
+    foreign = config.parallel.strategy in FOREIGN
+    if config.model.lora is not None or model.model_type not in FORMULA or foreign:
         return None
-    (rows, tokens), groups, saving = config.micro_batch, config.parallel.data_parallel, config.memory
+    (rows, tokens), groups, cut = config.micro_batch, config.parallel.data_parallel, config.parallel.tensor_parallel
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)
     uneven = getattr(choose(**config.how), "strategy", Strategy()).layout == BALANCED
     request = ForecastRequest(
         seq_len=tokens,
         cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
-        model=Model.of(model, config.model.model),
+        model=Model.read(model, config.model.model),
         groups=groups,
         batch=rows,
         dtype=config.model.compute_dtype(config.parallel.device),
         borders=(0, tokens) if uneven else None,  # a rank may then be as full as the layout allows
         joined=config.optim.batch if config.joins else 1,
         accumulates=config.sequences_per_step > groups * config.optim.batch,
-        remat=saving.remat,
-        mlp_chunks=saving.mlp_chunks,
-        attention_chunks=saving.attention_chunks,
-        offload=saving.offload,
-        optimizer=saving.optimizer,
-        optimizer_offload=saving.optimizer_offload,
+        remat=config.memory.remat,
+        saving=config.memory,
         strategy=config.parallel.strategy,
     )
-    cut = config.parallel.tensor_parallel
-    return step_memory(request.cut(cut) if cut > 1 else request) or None
+    request = request.cut(cut) if cut > 1 else request
+    try:
+        step = predicted_step(request.strategy, request, timed=False)
+    except ValueError:  # this number of ranks is not simulated
+        return None
+    return step.memory(step.remat) or None
 
 
 def _first_lines(

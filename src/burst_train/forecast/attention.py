@@ -59,11 +59,7 @@ class Workload:
         mask = _shortened(self.mask, seq_len, world)
         return replace(self, world=world, seq_len=seq_len, mask=mask, widest=widest)
 
-    def schedule(self, way: AttentionStrategy, rank: int = 0) -> Schedule:
-        """Return the schedule of one rank that computes in this way."""
-        return self.laid_out(way.strategy, rank)
-
-    def laid_out(self, strategy: Strategy, rank: int = 0) -> Schedule:
+    def schedule(self, strategy: Strategy, rank: int = 0) -> Schedule:
         """Return the planner's schedule of one rank, on the layout that all layers share."""
         planner, mask = self.planner, self.widest or self.mask
         schedule = planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=rank, world=self.world)
@@ -106,11 +102,6 @@ class AttentionStrategy:
         strategy = Candidate(self.groups, self.circulate).strategy(self.layout, self.route)
         return strategy if ROUTES[self.route].direct else replace(strategy, circulate="auto", chunks="auto")
 
-    @property
-    def most_ranks(self) -> int:
-        """The most ranks that are simulated."""
-        return MOST_SIMULATED if ROUTES[self.route].direct else MOST_BY_EDGES
-
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -120,22 +111,18 @@ class Call:
     backward: Timed
     standing: tuple[int, int] | None = None  # sizes of the two simulated worlds, if not all ranks were simulated
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of a forward and a backward."""
-        return self.forward.seconds + self.backward.seconds
-
 
 def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: bool = False) -> AttentionStrategy:
     """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it."""
-    schedule = setting.laid_out(strategy)
+    schedule = setting.schedule(strategy)
     groups, circulate = setting.planner.decide(schedule, setting.shape, caches=caches, lse=lse)
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 
 def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> Call:
     """Predict a call's time and traffic, simulating ``most`` ranks at most; ValueError if it can't be extrapolated."""
-    most = min(way.most_ranks, MOST_SIMULATED if most is None else most)
+    simulated = MOST_SIMULATED if ROUTES[way.route].direct else MOST_BY_EDGES
+    most = simulated if most is None else min(most, simulated)
     if setting.world <= most:
         forward, backward = simulations(way, setting)
         return Call(forward=forward, backward=backward)
@@ -145,16 +132,15 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
             f"--nodes of {setting.per_node} ranks each are too large: more than {most} ranks are extrapolated from "
             f"{worlds[0]} and {worlds[1]} ranks, which must fill two nodes at least; give more --nodes"
         )
-    few, many = (simulations(way, setting.over(world)) for world in worlds)
-    few_slices, many_slices, slices = (world // way.groups.query for world in (*worlds, setting.world))
-    sizes = few_slices, many_slices, slices
-    both = [extended(a, b, sizes, way.circulate) for a, b in zip(few, many, strict=True)]
-    return Call(forward=both[0], backward=both[1], standing=worlds)
+    found = (simulations(way, setting.over(world)) for world in worlds)
+    slices = [world // way.groups.query for world in (*worlds, setting.world)]
+    forward, backward = (extended(few, many, slices, way.circulate) for few, many in zip(*found, strict=True))
+    return Call(forward=forward, backward=backward, standing=worlds)
 
 
 def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
     """Simulate a forward and a backward step by step, as :meth:`Schedule.timed` does."""
-    schedule, passes = setting.schedule(way), []
+    schedule, passes = setting.schedule(way.strategy), []
     wire, *_ = setting.planner.wires(setting.world)
     for one in setting.planner.passes(schedule, setting.shape, way.circulate, way.groups):
         if schedule.route.direct:

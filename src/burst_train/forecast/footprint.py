@@ -1,11 +1,17 @@
-"""Predict the peak memory of one pass by running its sweep on tensors without data; nothing is sent."""
+"""Predict the peak memory of one pass by running its sweep on tensors without data; nothing is sent.
+
+A rank holds its operands and the messages in flight, whatever the number of ranks. So a few ranks of a small world
+represent a large one. Only ``blocks`` holds the sides of a block, which grow with the square root of the number of
+sequence groups.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +23,20 @@ from burst_attention.attention.passes import Backward, Forward, Pass, Tensors, c
 from burst_attention.attention.sweep import sweep, sweeps
 from burst_attention.comm.transport import Operation, Transport
 from burst_attention.kernels.contract import BackwardInputs, accumulation_dtype, blank_output
+from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.tile import Tiles
 from burst_attention.planner.choice import Candidate
 
+from .attention import AttentionStrategy, Workload
+
 WALKED = 4  # ranks to simulate: every rank of a large group would take too long
+ENOUGH = 32  # with more ranks than this, buffers no longer grow
+SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated with
 
 
 class LiveBytes(TorchDispatchMode):
@@ -155,7 +167,6 @@ class _Allocating:
     """A kernel that allocates its results and computes nothing."""
 
     exact: bool
-    name: ClassVar[str] = "allocating"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Allocate what a forward returns."""
@@ -171,3 +182,46 @@ class _Allocating:
         grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
         del surrogate
         return grads
+
+
+def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, calls: int = 1) -> int:
+    """Return the bytes of a backward's buffers at its peak, without q, k, v, out, its gradient and lse.
+
+    ``calls`` overlap, in chunks of heads; everything of the other calls is included.
+    """
+    setting = replace(setting, remat="none")  # which the buffers don't depend on
+    slices = setting.world // way.groups.query
+    if way.circulate == "blocks" and slices > SQUARES[1]:
+        few, many = (_walked(way, setting, slices=n, dtype=dtype, calls=calls) for n in SQUARES)
+        a, b, x = (max(isqrt(n), -(-n // isqrt(n))) for n in (*SQUARES, slices))
+        return round(many + (x - b) * (many - few) / (b - a))
+    few = min(slices, max(2, ENOUGH // way.groups.query))
+    return _walked(way, setting, slices=few, dtype=dtype, calls=calls)
+
+
+@lru_cache(256)
+def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int) -> int:
+    world = slices * way.groups.query
+    seq_len = setting.seq_len * world // setting.world
+    if way.layout == BALANCED:  # as if all ranks held as many tokens as the fullest one may
+        seq_len = world * most_tokens(setting.seq_len, setting.world)
+    # One document needs at least as much memory as several.
+    mask = replace(setting.mask, cu_seqlens=None)
+    small = replace(setting, world=world, seq_len=seq_len, mask=mask, widest=None)
+    schedule, held = small.schedule(way.strategy), []
+    chosen = Candidate(way.groups, way.circulate)
+    for rank in walked(world):
+        peak = peak_of(replace(schedule, rank=rank), setting.shape, dtype, chosen, Direction.BACKWARD, calls=calls)
+        token, shape = token_bytes(setting.shape, dtype), setting.shape
+        if calls > 1:  # then neither out nor lse counts (peak_of)
+            token -= shape.batch * shape.q_heads * (shape.v_head_dim * shape.io + accumulation_dtype(dtype).itemsize)
+        held.append(peak - schedule.layout.lengths[rank] * token)
+    return max(0, *held)
+
+
+def token_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's q, k, v, out, gradient of out, and lse."""
+    wide = accumulation_dtype(dtype).itemsize
+    elements = shape.q_heads * (shape.head_dim + 2 * shape.v_head_dim)
+    elements += shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+    return shape.batch * (elements * shape.io + shape.q_heads * wide)

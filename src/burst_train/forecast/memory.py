@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from burst_attention.planner.planner import Remat
 
-from .models import Matrix, Model
+from .models import Matrix
+from .request import ForecastRequest
 
 REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # ordered from least recomputation to most
 PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
 OVERLAPPING = 3  # chunks of heads of which something is alive at once: one computes, its neighbours are on the wire
 RESIDENT = 2  # layer inputs on the device with offload: the one in use, and the one that is read ahead
+NORMED = ("qwen3",)  # families that norm q and k per head
 CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 
 
@@ -24,19 +26,9 @@ CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 class Step:
     """One micro-step of a rank."""
 
-    model: Model
-    tokens: int  # of a sequence on this rank
-    batch: int
-    world: int  # ranks that share the weights
-    io: int  # bytes per element of the compute dtype
+    q: ForecastRequest
     buffers: int  # bytes of an attention call's buffers
     remat: Remat = "none"
-    mlp_chunks: int = 1
-    attention_chunks: int = 1
-    offload: bool = False  # whether layer inputs are kept elsewhere, but for RESIDENT of them
-    low_bit: bool = False  # AdamW's moments take one byte each
-    offloaded: bool = False  # weights, gradients and moments are in host memory
-    accumulates: bool = False  # gradients of an earlier micro-step exist
     kept: int = 0  # bytes that a layer's attention saves besides q, k, v, out and lse
     results: int = 0  # bytes that ``keep-attention`` saves besides out and lse
     gathered: int = 0  # bytes at a layer's peak for other ranks' tokens
@@ -45,105 +37,105 @@ class Step:
     def parts(self) -> Mapping[str, int]:
         """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
         weights = self.weights
-        moments_of_adamw = weights // 2 if self.low_bit else 2 * weights
-        gathered = self.io * (self.model.root_size + 2 * self.model.layer_size)
+        moments_of_adamw = weights // 2 if self.q.saving.optimizer == "adamw-8bit" else 2 * weights
+        gathered = self.q.io * (self.q.model.root_size + 2 * self.q.model.layer_size)
         moments = [Moment(gradients=weights, weights_too=True)]
-        if self.tokens:
+        if self.q.tokens:
             moments += [self._loss(), *self._backward()]
-        if self.accumulates:
-            moments = [Moment(*each.held, gradients=weights, weights_too=each.weights_too) for each in moments]
+        if self.q.accumulates:
+            moments = [replace(each, gradients=weights) for each in moments]
         most = max(moments, key=lambda each: each.gradients + sum(each.held) + gathered * (not each.weights_too))
         if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
-            largest = 2 * max(self._shard(each) for each in (*self.model.layer, *self.model.outside))
+            largest = 2 * max(self._shard(each) for each in (*self.q.model.layer, *self.q.model.outside))
             parts = [weights, weights, moments_of_adamw + largest, 0, 0, 0, 0]
         else:
             parts = [weights, most.gradients, moments_of_adamw, gathered, *most.held]
         found = dict(zip(PARTS, parts, strict=True))
         if self.whole:
-            more = 4 * round(self.model.root_size * (1 - 1 / self.world))
+            more = 4 * round(self.q.model.root_size * (1 - 1 / self.q.cluster.ranks))
             for part, times in (("weights", 1), ("gradients", 1), ("AdamW", 2)):
                 found[part] += times * more
-            cut = 2 * self.model.layer_size // self.world
-            found["gathered"] = self.io * (self.model.root_size + cut) * (found["gathered"] > 0)
-        return found | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.offloaded else found
+            cut = 2 * self.q.model.layer_size // self.q.cluster.ranks
+            found["gathered"] = self.q.io * (self.q.model.root_size + cut) * (found["gathered"] > 0)
+        return found | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.q.saving.optimizer_offload else found
 
     @property
     def weights(self) -> int:
         """Bytes of a rank's shards, in fp32."""
-        each = sum(map(self._shard, self.model.layer))
-        return self.model.layers * each + sum(map(self._shard, self.model.outside))
+        each = sum(map(self._shard, self.q.model.layer))
+        return self.q.model.layers * each + sum(map(self._shard, self.q.model.outside))
 
     def _shard(self, matrix: Matrix) -> int:
         rows, columns = matrix
-        return ceil(rows / self.world) * columns * 4
+        return ceil(rows / self.q.cluster.ranks) * columns * 4
 
     def _tokens(self, per_token: float) -> int:
-        return round(self.batch * self.tokens * per_token)
+        return round(self.q.batch * self.q.tokens * per_token)
 
     def kept_by_layer(self) -> int:
         """Return the bytes that a layer saves from its forward to its backward."""
-        m, io = self.model, self.io
+        m, io = self.q.model, self.q.io
         if self.remat == "none":
-            norms = (8 + 4 * io) * m.hidden + 8 if self.mlp_chunks == 1 else 4 * io * m.hidden
+            norms = (8 + 4 * io) * m.hidden + 8 if self.q.saving.mlp_chunks == 1 else 4 * io * m.hidden
             return self._tokens(norms + self._fed_kept() + self._attending()) + self.kept
-        attention = io * m.q_width + 4 * m.heads.q_heads if self.remat == "keep-attention" else 0
+        attention = io * m.q_width + 4 * m.q_heads if self.remat == "keep-attention" else 0
         return self._tokens(io * m.hidden + attention) + self.results * (self.remat == "keep-attention")
 
     def _kept(self, layers: int) -> int:
         """Return the bytes that this many layers keep on the device."""
-        if not self.offload or self.remat == "none":
+        if self.q.saving.offload == "none" or self.remat == "none":
             return layers * self.kept_by_layer()
-        inputs = self._tokens(self.io * self.model.hidden)
+        inputs = self._tokens(self.q.io * self.q.model.hidden)
         return layers * (self.kept_by_layer() - inputs) + min(layers, RESIDENT) * inputs
 
     def _fed_kept(self) -> float:
-        return 4 * self.io * self.model.intermediate if self.mlp_chunks == 1 else 0
+        return 4 * self.q.io * self.q.model.intermediate if self.q.saving.mlp_chunks == 1 else 0
 
     def _attending(self) -> float:
         """Return the bytes per token that attention saves: q, k, v, out, lse, and tensors of q's and k's norms."""
-        m, io = self.model, self.io
-        if self.attention_chunks > 1:
-            return io * m.q_width + 4 * m.heads.q_heads
-        norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.heads.q_heads + m.heads.kv_heads) if m.normed else 0
-        return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.heads.q_heads + norms
+        m, io = self.q.model, self.q.io
+        if self.q.saving.attention_chunks > 1:
+            return io * m.q_width + 4 * m.q_heads
+        norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.q_heads + m.kv_heads) if m.family in NORMED else 0
+        return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.q_heads + norms
 
     def kept_by_root(self, *, in_layers: bool = False) -> int:
         """Return the bytes saved outside layers: rotation tables, ids and, before layers' backwards, the last norm."""
-        m, io = self.model, self.io
-        wide = 4 * m.hidden * (self.mlp_chunks == 1)
+        m, io = self.q.model, self.q.io
+        wide = 4 * m.hidden * (self.q.saving.mlp_chunks == 1)
         last = wide if in_layers else wide + 2 * io * m.hidden
-        return self._tokens(last + 12) + 2 * io * m.heads.head_dim * self.tokens
+        return self._tokens(last + 12) + 2 * io * m.head_dim * self.q.tokens
 
     def _loss(self) -> Moment:
-        m, tokens = self.model, self.batch * self.tokens
+        m, tokens = self.q.model, self.q.batch * self.q.tokens
         head = m.vocabulary * m.hidden
         chunk = min(max(CHUNK_ELEMENTS, tokens * m.hidden // 4) // m.vocabulary, ceil(tokens / 4))
-        logits, widened = 4 * max(1, chunk) * m.vocabulary, 4 * head * (self.io < 4)
+        logits, widened = 4 * max(1, chunk) * m.vocabulary, 4 * head * (self.q.io < 4)
         most = widened + max(4 * head + 2 * logits, 8 * head + logits)
-        loss = most + self.io * tokens * m.hidden + 4 * chunk * m.hidden + 32 * tokens
+        loss = most + self.q.io * tokens * m.hidden + 4 * chunk * m.hidden + 32 * tokens
         return Moment(self._kept(m.layers) + self.kept_by_root(), 0, loss)
 
     def _backward(self) -> Iterator[Moment]:
         """Yield the backward's moments that may be its peak: in the last layer, the first, and the reductions."""
-        m, last = self.model, self._kept(self.model.layers) + self.kept_by_root(in_layers=True)
-        first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.io // (1 if m.tied else 2)
+        m, last = self.q.model, self._kept(self.q.model.layers) + self.kept_by_root(in_layers=True)
+        first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.q.io // (1 if m.tied else 2)
         each = sum(map(self._shard, m.layer))
         beside, at_attention = self._in_a_layer()
-        summed = 4 if self.world == 1 else 8
+        summed = 4 if self.q.cluster.ranks == 1 else 8
         for held, gradients in ((last, 0), (first, (m.layers - 1) * each)):
             held += head
-            down = m.hidden * m.intermediate * self.io * (self.remat != "none")  # the first gradient to be computed
+            down = m.hidden * m.intermediate * self.q.io * (self.remat != "none")  # the first gradient to be computed
             yield Moment(held + beside + down, gradients=gradients)
-            own = m.layer_size * self.io
+            own = m.layer_size * self.q.io
             if at_attention + self.buffers > beside:
                 yield Moment(held + at_attention + own, self.buffers, gradients=gradients)
-            before = held - self.kept_by_layer() + self._tokens(2 * self.io * m.hidden)
-            yield Moment(before + m.layer_size * (self.io + summed), gradients=gradients)
-        yield Moment(m.root_size * (self.io + summed) + self._tokens(8), gradients=m.layers * each)
+            before = held - self.kept_by_layer() + self._tokens(2 * self.q.io * m.hidden)
+            yield Moment(before + m.layer_size * (self.q.io + summed), gradients=gradients)
+        yield Moment(m.root_size * (self.q.io + summed) + self._tokens(8), gradients=m.layers * each)
 
     def _in_a_layer(self) -> tuple[int, int]:
         """Return the bytes of a layer's backward (at its peak, at the attention call), without saved tensors."""
-        m, io, pieces = self.model, self.io, self.mlp_chunks
+        m, io, pieces = self.q.model, self.q.io, self.q.saving.mlp_chunks
         if pieces > 1:
             return self._in_a_layer_in_chunks()
         if self.remat == "none":
@@ -157,12 +149,12 @@ class Step:
 
     def _attending_again(self) -> float:
         """Return the bytes per token that attention saves when its layer runs again."""
-        m, kept = self.model, self.remat == "keep-attention"
-        return self._attending() - kept * (self.io * m.q_width + 4 * m.heads.q_heads)
+        m, kept = self.q.model, self.remat == "keep-attention"
+        return self._attending() - kept * (self.q.io * m.q_width + 4 * m.q_heads)
 
     def _in_a_layer_in_chunks(self) -> tuple[int, int]:
         """As :meth:`_in_a_layer`, with norms and the feed-forward layer in chunks of tokens."""
-        m, io, chunks = self.model, self.io, self.mlp_chunks
+        m, io, chunks = self.q.model, self.q.io, self.q.saving.mlp_chunks
         # Gradients of the layer's output and of the part's input; what the norms and attention save if they run again.
         passing, again = 2 * io * m.hidden, 0.0
         if self.remat != "none":
@@ -170,7 +162,7 @@ class Step:
         chunk = (6 * io * m.intermediate + 2 * io * m.hidden) / chunks
         sums = 3 * (4 + io) * m.hidden * m.intermediate
         attention = -1.0 * io * m.hidden  # the second norm's input and result are free by then
-        if self.attention_chunks > 1:
+        if self.q.saving.attention_chunks > 1:
             attention += self._of_head_chunks()
         return (
             self._tokens(again + passing + chunk) + sums + self.gathered,
@@ -183,9 +175,9 @@ class Step:
         They are the fp32 sum of the hidden states' gradient, D, out's gradient of one chunk, and q, k and v of this
         chunk and the next one. out is free by then.
         """
-        m, io, chunks = self.model, self.io, self.attention_chunks
-        keys = m.kv_width / min(chunks, m.heads.kv_heads)
-        return 4 * m.hidden + 4 * m.heads.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
+        m, io, chunks = self.q.model, self.q.io, self.q.saving.attention_chunks
+        keys = m.kv_width / min(chunks, m.kv_heads)
+        return 4 * m.hidden + 4 * m.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
 
 
 @dataclass(frozen=True)

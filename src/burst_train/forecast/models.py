@@ -36,11 +36,10 @@ _STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A causal language model."""
+class Model(Heads):
+    """A causal language model: its sizes, and its weights."""
 
     name: str
-    heads: Heads
     layers: int
     vocabulary: int
     inside: tuple[Matrix, ...] = field(repr=False)  # weights of the decoder layers
@@ -51,7 +50,7 @@ class Model:
     reaches: tuple[Reach, ...]  # what each attention sees
 
     @classmethod
-    def of(cls, config: Any, name: str) -> Model:
+    def read(cls, config: Any, name: str) -> Model:
         """Read a configuration's model. Raise ValueError if a part of it is not predicted."""
         config = config.get_text_config(decoder=True)
         model, heads = build_empty(config), Heads.of(config)
@@ -66,8 +65,8 @@ class Model:
         states = sum(_state_products(mixer) for layer in layers for _, mixer in mixers_of(layer))
         head = model.get_output_embeddings().weight
         return cls(
+            **vars(heads),
             name=name,
-            heads=heads,
             layers=len(layers),
             vocabulary=head.shape[0],
             inside=tuple(inside.values()),
@@ -80,14 +79,13 @@ class Model:
 
     def cut(self, ranks: int) -> Model:
         """Return the model as a rank of a tensor-parallel axis has it: hidden states whole, all else a part."""
-        heads = replace(self.heads.of_rank(ranks), intermediate=self.intermediate // ranks)
         inside, outside = (
             tuple((ceil(rows / ranks) if columns > 1 else rows, columns) for rows, columns in each)
             for each in (self.inside, self.outside)
         )
         return replace(
-            self,
-            heads=heads,
+            self.of_rank(ranks),
+            intermediate=self.intermediate // ranks,
             inside=inside,
             outside=outside,
             vocabulary=ceil(self.vocabulary / ranks),
@@ -96,39 +94,14 @@ class Model:
         )
 
     @property
-    def family(self) -> str:
-        """The configuration's ``model_type``."""
-        return self.heads.family
-
-    @property
-    def hidden(self) -> int:
-        """Width of the hidden states."""
-        return self.heads.hidden
-
-    @property
-    def intermediate(self) -> int:
-        """Columns of a feed-forward layer; 0 if the configuration does not say."""
-        return self.heads.intermediate
-
-    @property
-    def predicted(self) -> bool:
-        """Whether a formula gives the memory of its step."""
-        return self.family in FORMULA
-
-    @property
-    def normed(self) -> bool:
-        """Whether q and k are normed per head."""
-        return self.family == "qwen3"
-
-    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
-        return self.heads.q_heads * self.heads.head_dim
+        return self.q_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
         """Width of all key-value heads together."""
-        return self.heads.kv_heads * self.heads.head_dim
+        return self.kv_heads * self.head_dim
 
     @property
     def windows_by_count(self) -> Mapping[Reach, int]:
@@ -177,7 +150,7 @@ def model_of(name: str) -> Model:
         return _preset(name)
     config = load_config(name)
     try:
-        return Model.of(config, name)
+        return Model.read(config, name)
     except ValueError as error:
         raise ValueError(f"--model {name!r} {error}") from None
 
@@ -185,7 +158,7 @@ def model_of(name: str) -> Model:
 @cache
 def _preset(name: str) -> Model:
     kind, sizes = PRESETS[name]
-    return Model.of(CONFIG_MAPPING[kind](**sizes), name)
+    return Model.read(CONFIG_MAPPING[kind](**sizes), name)
 
 
 def _matrix(parameter: nn.Parameter) -> Matrix:

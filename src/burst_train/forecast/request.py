@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-import numpy as np
 import torch
 
 from burst_attention import Mask
-from burst_attention.attention.batch import Reach, mask_of, widest_of
+from burst_attention.attention.batch import mask_of, widest_of
 from burst_attention.attention.hardware import shape_of
 from burst_attention.integrations.hf.tensor_axis import COMPARED
-from burst_attention.plan.balance import most_tokens, seen
+from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED
+from burst_attention.planner.planner import Remat
 from burst_attention.planner.rates import Rates
 
+from ..health.flops import seen_pairs
+from ..memory import DISK, MemoryConfig
 from .attention import Exchange, Workload, gather
 from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
-from .memory import Remat
 from .models import Model
 
 WHOLE_HEADS = ("phi3", "qwen3_5_text")  # of some layers at least
@@ -60,11 +62,7 @@ class ForecastRequest:
     joined: int = 1  # sequences that ``--packing balanced`` made one
     accumulates: bool = False  # whether gradients of an earlier micro-step exist
     remat: Remat | None = None  # None: the policy that recomputes least and fits
-    mlp_chunks: int = 1
-    attention_chunks: int = 1
-    offload: str = "none"
-    optimizer: str = "adamw"
-    optimizer_offload: bool = False
+    saving: MemoryConfig = field(default_factory=MemoryConfig)  # all but its ``remat``
     strategy: str = "auto"
     layout: str = "auto"  # of the strategy, if known
     compares_meshes: bool = False  # whether tensor parallelism is predicted too
@@ -76,15 +74,15 @@ class ForecastRequest:
         Raises:
             ValueError: the ranks can't cut the model.
         """
-        cluster, heads, family = self.cluster, self.model.heads, self.model.family
+        cluster, model, family, saving = self.cluster, self.model, self.model.family, self.saving
         for wrong, text in (
             (family not in COMPARED, f"{family} is not among the models that --tensor-parallel takes"),
             (family in WHOLE_HEADS, f"each rank computes all heads of {family}, which is not predicted"),
-            (heads.kv_heads % ranks, f"{ranks} ranks can't cut the {heads.kv_heads} key-value heads"),
+            (model.kv_heads % ranks, f"{ranks} ranks can't cut the {model.kv_heads} key-value heads"),
             (cluster.per_node % ranks, f"a node has {cluster.per_node} ranks, not a multiple of {ranks}"),
             (cluster.ranks % ranks, f"{ranks} must divide the {cluster.ranks} ranks"),
-            (self.attention_chunks > 1, "--tensor-parallel can't be combined with --attention-chunks"),
-            (self.optimizer != "adamw" or self.optimizer_offload, "--tensor-parallel takes plain AdamW alone"),
+            (saving.attention_chunks > 1, "--tensor-parallel can't be combined with --attention-chunks"),
+            (saving.optimizer != "adamw" or saving.optimizer_offload, "--tensor-parallel takes plain AdamW alone"),
         ):
             if wrong:
                 raise ValueError(text)
@@ -94,7 +92,7 @@ class ForecastRequest:
             rates = replace(rates, across=across)
         fewer = replace(cluster, ranks=cluster.ranks // ranks, per_node=cluster.per_node // ranks, rates=rates)
         strategy = self.strategy.partition(TENSOR)[0]
-        return replace(self, cluster=fewer, model=self.model.cut(ranks), strategy=strategy, tensor_parallel=ranks)
+        return replace(self, cluster=fewer, model=model.cut(ranks), strategy=strategy, tensor_parallel=ranks)
 
     def tensor_sums(self, remat: Remat) -> Exchange:
         """Return the sums over the tensor-parallel axis of a step, which nothing hides.
@@ -102,10 +100,8 @@ class ForecastRequest:
         Attention and the feed-forward layer each sum their outputs in a forward, and their inputs' gradients in a
         backward. The embedding sums its rows, and the head the gradients of hidden states, in fp32.
         """
-        if self.tensor_parallel == 1:
-            return Exchange()
-        io, sums = self.dtype.itemsize, self.model.layers * (4 + 2 * (remat != "none"))
-        size = self.batch * self.tokens * self.model.hidden * (io * (sums + 1) + max(4, io))
+        sums = self.model.layers * (4 + 2 * (remat != "none"))
+        size = self.batch * self.tokens * self.model.hidden * (self.io * (sums + 1) + max(4, self.io))
         ranks, calls = self.tensor_parallel, 2 * (sums + 2)  # a sum is a scatter and a gather
         return gather(2 * size, ranks, ranks, self.cluster.rates, calls=calls)
 
@@ -115,20 +111,23 @@ class ForecastRequest:
         return self.cluster.ranks // self.groups
 
     @property
+    def io(self) -> int:
+        """Bytes per element of the compute dtype."""
+        return self.dtype.itemsize
+
+    @property
     def masks(self) -> Mapping[Mask, int]:
         """Number of layers with each mask."""
-        return {self._mask_of(reach): count for reach, count in self.model.windows_by_count.items()}
-
-    def _mask_of(self, reach: Reach) -> Mask:
-        return mask_of(reach, self.seq_len, self.borders)
+        windows = self.model.windows_by_count.items()
+        return {mask_of(reach, self.seq_len, self.borders): count for reach, count in windows}
 
     @property
     def shape(self) -> Shape:
         """The shape of an attention call."""
-        sizes = {name: getattr(self.model.heads, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}
+        sizes = {name: getattr(self.model, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}
         return shape_of(self.dtype, batch=self.batch, **sizes)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens per sequence on the rank that has most, or may have most: a balanced layout of several documents."""
         uneven = self.layout == BALANCED and self.borders is not None
@@ -136,7 +135,7 @@ class ForecastRequest:
 
     def setting(self, mask: Mask) -> Workload:
         """Return the attention call of a layer with this mask; one of a chunk of heads, if there are several."""
-        chunks, shape = self.attention_chunks, self.shape
+        chunks, shape = self.saving.attention_chunks, self.shape
         return Workload(
             seq_len=self.seq_len,
             mask=mask,
@@ -146,7 +145,7 @@ class ForecastRequest:
             rates=self.cluster.rates,
             remat=self.remat or "none",
             calls=chunks,
-            widest=self._mask_of(widest_of(self.model.windows_by_count)),
+            widest=mask_of(widest_of(self.model.windows_by_count), self.seq_len, self.borders),
         )
 
     @property
@@ -154,7 +153,8 @@ class ForecastRequest:
         """FLOP of a forward and backward on all ranks, without recomputation: two products per unmasked pair."""
         shape = self.shape
         each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
-        attention = each * sum(count * _pairs(mask, self.seq_len) for mask, count in self.masks.items())
+        windows = self.model.windows_by_count.items()
+        attention = each * sum(count * seen_pairs(self.seq_len, reach, self.borders) for reach, count in windows)
         return 3 * (attention + self._products(1, 1))
 
     @property
@@ -172,10 +172,13 @@ class ForecastRequest:
         """
         cluster, model = self.cluster, self.model
         passes = 3 + (remat != "none")
-        seconds = self.tokens / self.seq_len * (self._products(passes, 4) + self._chunks(remat)) / self.matrix_rate
+        rate = cluster.rates.speed(self.io).forward
+        if self.io == 2 and cluster.device.peak is not None:
+            rate = MATMUL_EFFICIENCY * cluster.device.peak
+        seconds = self.tokens / self.seq_len * (self._products(passes, 4) + self._chunks(remat)) / rate
         if cluster.device.bandwidth is None:
             return seconds
-        moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.dtype.itemsize)
+        moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.io)
         return seconds + (moved + 28 * model.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def _products(self, layers: int, head: int) -> float:
@@ -184,33 +187,16 @@ class ForecastRequest:
 
     def _chunks(self, remat: Remat) -> float:
         m, products = self.model, 0
-        if self.mlp_chunks > 1 and remat == "none":
+        if self.saving.mlp_chunks > 1 and remat == "none":
             products += 3 * m.hidden * m.intermediate
-        if self.attention_chunks > 1:
+        if self.saving.attention_chunks > 1:
             products += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
         return 2.0 * self.batch * self.seq_len * m.layers * products
 
-    @property
-    def copied(self) -> float:
-        """Bytes of layer inputs that a rank copies away in a forward, and back in a backward."""
-        if self.offload == "none":
-            return 0.0
-        return float(self.batch * self.tokens * self.model.hidden * self.dtype.itemsize * self.model.layers)
-
     def copy_seconds(self, computing: float) -> float:
-        """Return the seconds of a step's copies that a forward's ``computing`` seconds don't hide."""
-        rate = self.cluster.device.disk if self.offload.startswith("disk:") else self.cluster.device.link
-        return 2 * max(0.0, self.copied / rate - computing)
-
-    @property
-    def matrix_rate(self) -> float:
-        """Rate of a rank's matrix products in FLOP/s."""
-        cluster = self.cluster
-        if self.dtype.itemsize == 2 and cluster.device.peak is not None:
-            return MATMUL_EFFICIENCY * cluster.device.peak
-        return cluster.rates.speed(self.dtype.itemsize).forward
-
-
-def _pairs(mask: Mask, seq_len: int) -> int:
-    lengths = np.diff(np.asarray(mask.cu_seqlens or (0, seq_len), np.int64)).tolist()
-    return sum(int(seen(mask, n, n)) * lengths.count(n) for n in {*lengths})
+        """Return the seconds of a step's copies of layer inputs that a forward's ``computing`` seconds don't hide."""
+        if self.saving.offload == "none":
+            return 0.0
+        copied = self.batch * self.tokens * self.model.hidden * self.io * self.model.layers
+        rate = self.cluster.device.disk if self.saving.offload.startswith(DISK) else self.cluster.device.link
+        return 2 * max(0.0, copied / rate - computing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -65,11 +65,11 @@ class Heads:
             options=("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS),
         )
 
-    def of_rank(self, ranks: int) -> Heads:
+    def of_rank(self, ranks: int) -> Self:
         """Return the sizes that a rank's attention sees if ``ranks`` ranks cut the heads."""
         return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
 
-    def of_chunk(self, chunks: int) -> Heads:
+    def of_chunk(self, chunks: int) -> Self:
         """Return the sizes of one of ``chunks`` chunks of heads.
 
         Raises:
