@@ -27,12 +27,9 @@ Offload = Annotated[str, where]
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
-    """Save memory by recomputing, offloading or splitting work, for longer sequences. The loss does not change."""
+class Saving:
+    """Save memory by moving or splitting work. The loss does not change."""
 
-    remat: RematName = "none"
-    """What the backward recomputes. layer: whole decoder layers, of which only the inputs are kept.
-    keep-attention: all but the attention, so that its exchanges are not repeated."""
     offload: Offload = "none"
     """Where the layer inputs saved by --remat are kept: none, host or disk:DIR. none: on the device.
     host: pinned host memory (GPUs only; on one H100 it freed half of them). disk:DIR: a file in the folder DIR."""
@@ -45,6 +42,15 @@ class MemoryConfig:
     """adamw-8bit: AdamW with its moments in 8 bits, 2 bytes per weight instead of 8. Needs torchao."""
     optimizer_offload: bool = False
     """Keep weights, gradients and AdamW's moments in host memory; run AdamW there (GPUs only; not yet run on one)."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Saving):
+    """Save memory by recomputing, offloading or splitting work, for longer sequences. The loss does not change."""
+
+    remat: RematName = "none"
+    """What the backward recomputes. layer: whole decoder layers, of which only the inputs are kept.
+    keep-attention: all but the attention, so that its exchanges are not repeated."""
     compile: bool = False
     """Compile norms and feed-forward layers with torch.compile; not for tensor and tensor-sequence."""
     ignore_memory: bool = False

@@ -33,7 +33,7 @@ from burst_train.forecast.machines import Device
 from burst_train.forecast.memory import Step
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
-from burst_train.memory import MemoryConfig
+from burst_train.memory import Saving
 from burst_train.parallel import Heads, choose
 from burst_train.presets import PRESETS
 
@@ -205,7 +205,7 @@ def test_meshes_are_compared_where_a_node_holds_them() -> None:
     assert "a node has 2 ranks" in forecast_of("auto/tp:4", wide).refused
     whole = replace(wide.model, family="phi3")
     assert "computes all heads" in forecast_of("auto/tp:2", replace(wide, model=whole)).refused
-    chunked = replace(on_two_nodes(None), saving=MemoryConfig(attention_chunks=2))
+    chunked = replace(on_two_nodes(None), saving=Saving(attention_chunks=2))
     assert "--attention-chunks" in forecast_of("auto/tp:2", chunked).refused
 
 

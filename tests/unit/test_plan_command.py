@@ -11,12 +11,12 @@ import torch
 from burst_attention.cli import main
 from burst_attention.planner.presets import preset
 from burst_train.cli import plan
-from burst_train.cli.plan_words import headline, verdict
 from burst_train.forecast import attention as forecast
 from burst_train.forecast.forecast import Forecast, forecast_of, savings
 from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster
+from burst_train.memory import Saving
 from tests.tools.families import model_class, tiny_config
 
 HARDWARE = ["--hardware", "h100-hgx"]
@@ -46,8 +46,8 @@ def test_the_command_fits_as_printed(capsys: Any) -> None:
     words = out.split("cli train ")[1].split(" --data")[0].split()
     given = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     del given["max_positions"]
-    numbers = {name: int(given.pop(name)) for name in ("seq_len", "mlp_chunks")}
-    asked = plan.PlanArguments(ranks=8, hardware="h100-hgx", **numbers, **given)
+    seq_len, saving = int(given.pop("seq_len")), Saving(mlp_chunks=int(given.pop("mlp_chunks")))
+    asked = plan.PlanArguments(ranks=8, hardware="h100-hgx", seq_len=seq_len, saving=saving, **given)
     assert forecast_of(asked.strategy, asked.request()).fits
 
 
@@ -129,7 +129,8 @@ def test_the_longest_sequence_grows_with_each_option_that_saves_memory() -> None
 
 
 def test_copies_take_time_only_where_computation_does_not_hide_them() -> None:
-    asked = plan.PlanArguments(seq_len=2**17, ranks=8, hardware="h100-hgx", remat="layer", mlp_chunks=8).request()
+    given: dict[str, Any] = {"seq_len": 2**17, "ranks": 8, "hardware": "h100-hgx", "remat": "layer"}
+    asked = plan.PlanArguments(**given, saving=Saving(mlp_chunks=8)).request()
 
     def seconds(offload: str, disk: float = 3e9) -> float:
         device = replace(asked.cluster.device, disk=disk)
@@ -152,12 +153,13 @@ def test_a_faster_strategy_within_the_tolerance_is_named() -> None:
         return Forecast(strategy=name, way="a way", attention=attention, memory={"none": {"weights": 1}}, fits=None)
 
     asked = plan.PlanArguments(seq_len=1024, ranks=2, model="tiny", hardware="cpu").request()
-    said = verdict(asked, [forecast("burst", 1.01), forecast("ulysses", 1.0)], [])
+    said = plan.verdict(asked, [forecast("burst", 1.01), forecast("ulysses", 1.0)], [])
     assert said.startswith(
         "Recommended: burst (a way), 1.01 s per step (ulysses is 1.0% faster, but a difference of up to 5%"
     )
-    assert "faster" not in verdict(asked, [forecast("burst", 1.0), forecast("ulysses", 1.0)], [])
-    assert verdict(asked, [forecast("burst", 1.06), forecast("ulysses", 1.0)], []).startswith("Recommended: ulysses")
+    assert "faster" not in plan.verdict(asked, [forecast("burst", 1.0), forecast("ulysses", 1.0)], [])
+    slower = plan.verdict(asked, [forecast("burst", 1.06), forecast("ulysses", 1.0)], [])
+    assert slower.startswith("Recommended: ulysses")
 
 
 @pytest.mark.long
@@ -249,7 +251,7 @@ def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
     model: Any = SimpleNamespace(name="a-model")
     request: Any = SimpleNamespace(cluster=cluster, model=model, seq_len=65536, dtype=torch.bfloat16, joined=1)
-    assert f"{ranks} ranks on {nodes}" in headline(request)
+    assert f"{ranks} ranks on {nodes}" in plan.headline(request)
 
 
 # Attention layers by window; multiplications per token in the four layers' states and convolutions.

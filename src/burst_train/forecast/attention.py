@@ -20,7 +20,7 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
-from burst_attention.planner.rates import Link, Rates
+from burst_attention.planner.rates import Rates
 from burst_attention.planner.standing import MOST_BY_EDGES, extended, two_worlds
 from burst_attention.planner.timing import Timed
 from burst_attention.planner.traffic import edge_messages
@@ -41,23 +41,17 @@ class Workload:
     widest: Mask | None = None  # the widest mask of all layers, which a balanced layout follows; None: ``mask``
 
     @property
-    def nodes(self) -> tuple[int, ...] | None:
-        """The node of each rank; None if all share one."""
-        if self.world <= self.per_node:
-            return None
-        return tuple(rank // self.per_node for rank in range(self.world))
-
-    @property
     def planner(self) -> Planner:
         """A planner for one sequence per call."""
-        return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat, calls=self.calls)
+        several = self.world > self.per_node
+        nodes = tuple(rank // self.per_node for rank in range(self.world)) if several else None
+        return Planner(self.rates, nodes, replace(self.shape, batch=1), remat=self.remat, calls=self.calls)
 
     def over(self, world: int) -> Workload:
         """Return the setting over fewer ranks with the same tokens per rank; ValueError if it is not representative."""
         seq_len = self.seq_len * world // self.world
         widest = None if self.widest is None else _shortened(self.widest, seq_len, world)
-        mask = _shortened(self.mask, seq_len, world)
-        return replace(self, world=world, seq_len=seq_len, mask=mask, widest=widest)
+        return replace(self, world=world, seq_len=seq_len, mask=_shortened(self.mask, seq_len, world), widest=widest)
 
     def schedule(self, strategy: Strategy, rank: int = 0) -> Schedule:
         """Return the planner's schedule of one rank, on the layout that all layers share."""
@@ -68,20 +62,16 @@ class Workload:
 
 def _shortened(mask: Mask, seq_len: int, world: int) -> Mask:
     """Return the mask of a shorter sequence that represents a longer one."""
-    if mask.cu_seqlens is None:
-        if mask.window is not None and 2 * mask.window > seq_len:
-            raise ValueError(
-                f"the window {mask.window} is more than half of the {seq_len:,} tokens of the {world} simulated ranks; "
-                "use at most 256 ranks"
-            )
-        return mask
-    longest = int(np.diff(mask.cu_seqlens).max())
-    if 2 * longest > seq_len:
+    borders, reach = mask.cu_seqlens, mask.window or 0
+    if borders is not None:
+        reach = int(np.diff(borders).max())
+    if 2 * reach > seq_len:
+        what = f"documents of {reach:,} tokens are longer" if borders else f"the window {reach} is more"
+        more = ", or more --documents" * (borders is not None)
         raise ValueError(
-            f"documents of {longest:,} tokens are longer than half of the {seq_len:,} of the {world} simulated ranks; "
-            "use at most 256 ranks, or more --documents"
+            f"{what} than half of the {seq_len:,} tokens of the {world} simulated ranks; use at most 256 ranks{more}"
         )
-    return replace(mask, cu_seqlens=(*(border for border in mask.cu_seqlens if border < seq_len), seq_len))
+    return mask if borders is None else replace(mask, cu_seqlens=(*(n for n in borders if n < seq_len), seq_len))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +133,8 @@ def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
     schedule, passes = setting.schedule(way.strategy), []
     wire, *_ = setting.planner.wires(setting.world)
     for one in setting.planner.passes(schedule, setting.shape, way.circulate, way.groups):
-        if schedule.route.direct:
-            sent = one.messages()
-        else:
-            sent = edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
+        work = None if schedule.route.direct else schedule.work(way.circulate, one.direction, way.groups)
+        sent = one.messages() if work is None else edge_messages(work, one.shape)
         kind = wire.across(sent)
         inside, across = (float(sent.size[kind == n].sum()) / setting.world for n in (0, 1))
         passes.append(replace(one.run(sent), inside=inside, across=across))
@@ -171,17 +159,14 @@ def gather(size: float, world: int, per_node: int, rates: Rates, *, calls: int =
     if world == 1:
         return Exchange()
     sent, here = size * (world - 1) / world, min(per_node, world)
+    doublings = ceil(log2(world))
     if world <= per_node:
-        latency = calls * _latency(rates.inside, world)
-        return Exchange(inside=sent, seconds=sent / rates.inside.bytes_per_second + latency)
+        seconds = sent / rates.inside.bytes_per_second + calls * (rates.inside.latency * doublings)
+        return Exchange(inside=sent, seconds=seconds)
     inside, across = sent * (here - 1) / here, sent / here
     port = across * (here if rates.across.shared else 1)
     seconds = max(inside / rates.inside.bytes_per_second, port / rates.across.bytes_per_second)
-    return Exchange(inside=inside, across=across, seconds=seconds + calls * _latency(rates.across, world))
-
-
-def _latency(link: Link, world: int) -> float:
-    return link.latency * ceil(log2(world))
+    return Exchange(inside=inside, across=across, seconds=seconds + calls * (rates.across.latency * doublings))
 
 
 ALONE = AttentionStrategy(layout="contiguous", circulate="query")

@@ -8,7 +8,7 @@ sequence groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import isqrt
 from typing import Any
@@ -82,7 +82,6 @@ def peak_of(
     chosen: Candidate,
     direction: Direction,
     *,
-    exact_partials: bool = False,
     calls: int = 1,
 ) -> int:
     """Return the peak bytes of one pass on ``schedule.rank``.
@@ -91,21 +90,18 @@ def peak_of(
     copies of what is sent, a kernel's results for a pair, and the surrogate of out that passes the global lse and D to
     a stock kernel. A kernel's workspace is not counted.
 
-    Args:
-        exact_partials: the kernel gives partial results in the accumulation dtype and needs no surrogate.
-        calls: number of calls whose exchanges overlap (:func:`~burst_attention.attention.sweep.sweeps`). With several,
-            tensors that the sweep does not read, such as out in a backward, are not counted.
+    ``calls``: their exchanges overlap (:func:`~burst_attention.attention.sweep.sweeps`). With several, tensors that the
+    sweep does not read, such as out in a backward, are not counted.
     """
-    kernel = _Allocating(exact_partials)
     groups, circulate = chosen
-    program = schedule.program(circulate, direction, groups)
+    program, device = schedule.program(circulate, direction, groups), torch.device("meta")
+    made = partial(example, schedule, groups, direction, shape, dtype, _Allocating(), device=device)
     if calls > 1:
-        made = partial(example, schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
         with LiveBytes() as live:
             for sums in sweeps(((program, made()[0]) for _ in range(calls)), _Silent(None)):
                 del sums
         return live.most
-    work, inputs = example(schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
+    work, inputs = made()
     with LiveBytes(*inputs) as live:
         sums = sweep(program, _Silent(None), work)
         results = [x for side in tuple(sums) for x in sums.pop(side)]
@@ -162,24 +158,18 @@ class _Silent(Transport):
         return []
 
 
-@dataclass(frozen=True)
 class _Allocating:
     """A kernel that allocates its results and computes nothing."""
 
-    exact: bool
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Allocate what a forward returns."""
-        wide = accumulation_dtype(q.dtype)
-        out, _ = blank_output(q, v, q.shape[2], wide if self.exact else q.dtype)
-        return out, blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]
+        out, _ = blank_output(q, v, q.shape[2], q.dtype)
+        return out, blank_output(q[..., :0], v[..., :0], q.shape[2], accumulation_dtype(q.dtype))[1]
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
         """Allocate what a backward returns, and its temporary buffers."""
-        io = inputs.q.dtype
-        surrogate = None if self.exact or inputs.out is not None else torch.zeros_like(inputs.dout)
-        dtype = accumulation_dtype(io) if self.exact and not inputs.final else io
-        grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
+        surrogate = torch.zeros_like(inputs.dout) if inputs.out is None else None
+        grads = tuple(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v))
         del surrogate
         return grads
 

@@ -16,7 +16,7 @@ from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.strategy import strategy_of, text_of
 from burst_attention.planner.choice import TIE
 
-from ..memory import MemoryConfig, RematName
+from ..memory import RematName, Saving
 from ..parallel import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
@@ -68,18 +68,12 @@ class Forecast:
 
 def forecasts(request: ForecastRequest) -> list[Forecast]:
     """Predict a step of the strategy that was asked for, then of those that it is compared with."""
-    names = [*dict.fromkeys((request.strategy, *COMPARED))]
-    if request.compares_meshes and request.strategy not in FOREIGN:
-        names[1:1] = [f"{request.strategy}{TENSOR}{ranks}" for ranks in MESHES if _can_cut(request, ranks)]
-    return [forecast_of(name, request) for name in names]
-
-
-def _can_cut(request: ForecastRequest, ranks: int) -> bool:
-    try:
-        request.cut(ranks)
-    except ValueError:
-        return False
-    return True
+    meshes = []
+    for ranks in MESHES if request.compares_meshes and request.strategy not in FOREIGN else ():
+        with suppress(ValueError):  # leave out what can't be cut
+            request.cut(ranks)
+            meshes.append(f"{request.strategy}{TENSOR}{ranks}")
+    return [forecast_of(name, request) for name in dict.fromkeys((request.strategy, *meshes, *COMPARED))]
 
 
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
@@ -95,7 +89,7 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
         "--optimizer adamw-8bit": {"optimizer": "adamw-8bit"},
         "--optimizer-offload": {"optimizer": "adamw", "optimizer_offload": True},
     }
-    saving, found = replace(request, remat="layer", saving=MemoryConfig()), []
+    saving, found = replace(request, remat="layer", saving=Saving()), []
     for flags, more in options.items():
         if flags == "--attention-chunks 1":
             continue
@@ -177,25 +171,18 @@ def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True) -> Pred
             if way.groups.results:
                 saved += q.tokens * shape.side_bytes(Side.QUERY, Direction.FORWARD, wide=shape.io)
             results = max(results, saved)
+    fixed = ways[0].strategy
+    if len({*ways}) > 1:  # each kind of layer has its own way; the layout and the degree are shared
+        fixed = replace(fixed, circulate="auto", cache_qkv="auto", chunks="auto", gather_kv="auto")
     return PredictedStep(
         q=q,
         way=str(ways[0]),
         calls=tuple(calls),
         buffers=held,
         more={"kept": kept, "results": results},
-        flags="" if q.joined > 1 else f"--strategy {_named(name, ways)}",
+        flags="" if q.joined > 1 else f"--strategy {text_of(fixed) if name == 'auto' else name}",
         ways=tuple(ways),
     )
-
-
-def _named(name: str, ways: Sequence[AttentionStrategy]) -> str:
-    """Return a name, or for ``auto`` the fields of what was chosen."""
-    if name != "auto":
-        return name
-    strategy = ways[0].strategy
-    if len({*ways}) > 1:  # each kind of layer has its own way; the layout and the degree are shared
-        strategy = replace(strategy, circulate="auto", cache_qkv="auto", chunks="auto", gather_kv="auto")
-    return text_of(strategy)
 
 
 def _tensor(q: ForecastRequest) -> PredictedStep:
@@ -227,49 +214,48 @@ class PredictedStep:
 
     def forecast(self, name: str) -> Forecast:
         """Predict the step's seconds, memory and traffic; ``name`` labels the strategy."""
-        q, calls, remat, peak = self.q, self.calls, self.remat, self.q.cluster.device.peak
-        forwards, moved = 1 + (remat == "layer"), self.parameters
-        attention, rest, parameters, tensor = self._seconds(remat)
-        seconds, ranks = attention + rest + parameters + tensor, q.cluster.ranks * q.tensor_parallel
-        sums = q.tensor_sums(remat)
-        inside, across = (
-            sum(n * (forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in calls)
-            for kind in ("inside", "across")
-        )
-        memory: dict[str, Mapping[str, int]] = {each: parts for each in self._remats if (parts := self.memory(each))}
+        q, remat, peak = self.q, self.remat, self.q.cluster.device.peak
+        parts: dict[str, Any] = self._seconds(remat)
+        moved, sums = self.parameters, q.tensor_sums(remat)
+        seconds, ranks = sum(parts.values()), q.cluster.ranks * q.tensor_parallel
+        memory: dict[str, Mapping[str, int]] = {each: held for each in self._remats if (held := self.memory(each))}
         known = bool(memory) and q.limit is not None
         return Forecast(
             strategy=name,
             way=self.way,
-            attention=attention,
-            rest=rest,
-            parameters=parameters,
-            tensor=tensor,
-            exposed=sum(n * (forwards * c.forward.exposed + c.backward.exposed) for n, c in calls),
-            sent={"attention": (inside, across), "parameters": (moved.inside, moved.across)}
+            **parts,
+            exposed=self._of_calls("exposed", remat),
+            sent={"attention": (self._of_calls("inside", remat), self._of_calls("across", remat))}
+            | {"parameters": (moved.inside, moved.across)}
             | ({"tensor": (sums.inside, sums.across)} if q.tensor_parallel > 1 else {}),
             memory=memory,
             remat=remat,
             fits=self._fits(remat) if known else None,
             longest=self.longest(self._remats[-1] if q.remat is None else remat) if known else None,
-            steps={each: sum(self._seconds(each)) for each in self._remats},
+            steps={each: sum(self._seconds(each).values()) for each in self._remats},
             tokens_per_second=q.batch * q.seq_len / (seconds * ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.io == 2 else None,
             flags=" ".join(self._flags()),
-            standing=next((call.standing for _, call in calls if call.standing), None),
+            standing=next((call.standing for _, call in self.calls if call.standing), None),
             ways=self.ways,
         )
 
-    def _seconds(self, remat: RematName) -> tuple[float, float, float, float]:
-        """Return seconds with ``remat``: attention, other matrix products, exposed parameter exchange, tensor sums."""
-        q, forwards, calls = self.q, 1 + (remat == "layer"), self.calls
-        attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in calls)
-        computed = q.rest_seconds(remat)
-        copies = 0.0
+    def _of_calls(self, name: str, remat: RematName) -> float:
+        """Return the sum of a figure over all attention calls of a step; a recomputed layer's forward runs twice."""
+        forwards = 1 + (remat == "layer")
+        return sum(n * (forwards * getattr(c.forward, name) + getattr(c.backward, name)) for n, c in self.calls)
+
+    def _seconds(self, remat: RematName) -> dict[str, float]:
+        """Return the seconds of a step with ``remat``, by the names of :class:`Forecast`."""
+        q, rest, copies = self.q, self.q.rest_seconds(remat), 0.0
         if remat != "none":  # a forward is one of the four passes over the layers
-            copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in calls) + computed / 4)
-        hidden = max(0.0, self.parameters.seconds - computed)
-        return attention, computed + copies, hidden, q.tensor_sums(remat).seconds
+            copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in self.calls) + rest / 4)
+        return {
+            "attention": self._of_calls("seconds", remat),
+            "rest": rest + copies,
+            "parameters": max(0.0, self.parameters.seconds - rest),
+            "tensor": q.tensor_sums(remat).seconds,
+        }
 
     @property
     def _remats(self) -> list[RematName]:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
+from burst_attention.loss.head import default_chunk
 from burst_attention.planner.planner import Remat
 
 from .models import Matrix
@@ -19,7 +21,6 @@ PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention"
 OVERLAPPING = 3  # chunks of heads of which something is alive at once: one computes, its neighbours are on the wire
 RESIDENT = 2  # layer inputs on the device with offload: the one in use, and the one that is read ahead
 NORMED = ("qwen3",)  # families that norm q and k per head
-CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,13 @@ class Step:
         if self.q.tokens:
             moments += [self._loss(), *self._backward()]
         if self.q.accumulates:
-            moments = [replace(each, gradients=weights) for each in moments]
-        most = max(moments, key=lambda each: each.gradients + sum(each.held) + gathered * (not each.weights_too))
+            moments = [each._replace(gradients=weights) for each in moments]
+        most = max(moments, key=lambda each: sum(each[:4]) + gathered * (not each.weights_too))
         if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
             largest = 2 * max(self._shard(each) for each in (*self.q.model.layer, *self.q.model.outside))
             parts = [weights, weights, moments_of_adamw + largest, 0, 0, 0, 0]
         else:
-            parts = [weights, most.gradients, moments_of_adamw, gathered, *most.held]
+            parts = [weights, most.gradients, moments_of_adamw, gathered, *most[:3]]
         found = dict(zip(PARTS, parts, strict=True))
         if self.whole:
             more = 4 * round(self.q.model.root_size * (1 - 1 / self.q.cluster.ranks))
@@ -108,9 +109,8 @@ class Step:
 
     def _loss(self) -> Moment:
         m, tokens = self.q.model, self.q.batch * self.q.tokens
-        head = m.vocabulary * m.hidden
-        chunk = min(max(CHUNK_ELEMENTS, tokens * m.hidden // 4) // m.vocabulary, ceil(tokens / 4))
-        logits, widened = 4 * max(1, chunk) * m.vocabulary, 4 * head * (self.q.io < 4)
+        head, chunk = m.vocabulary * m.hidden, default_chunk(tokens, m.vocabulary, m.hidden)
+        logits, widened = 4 * chunk * m.vocabulary, 4 * head * (self.q.io < 4)
         most = widened + max(4 * head + 2 * logits, 8 * head + logits)
         loss = most + self.q.io * tokens * m.hidden + 4 * chunk * m.hidden + 32 * tokens
         return Moment(self._kept(m.layers) + self.kept_by_root(), 0, loss)
@@ -162,35 +162,22 @@ class Step:
         chunk = (6 * io * m.intermediate + 2 * io * m.hidden) / chunks
         sums = 3 * (4 + io) * m.hidden * m.intermediate
         attention = -1.0 * io * m.hidden  # the second norm's input and result are free by then
-        if self.q.saving.attention_chunks > 1:
-            attention += self._of_head_chunks()
+        if (groups := self.q.saving.attention_chunks) > 1:
+            # The fp32 sum of the hidden states' gradient, D, out's gradient of one chunk of heads, and q, k and v of
+            # this chunk and the next one. out is free by then.
+            keys = m.kv_width / min(groups, m.kv_heads)
+            attention += 4 * m.hidden + 4 * m.q_heads + 3 * io * m.q_width / groups + 4 * io * keys - io * m.q_width
         return (
             self._tokens(again + passing + chunk) + sums + self.gathered,
             self._tokens(again + attention) + self.gathered,
         )
 
-    def _of_head_chunks(self) -> float:
-        """Return the bytes per token of chunks of heads at an attention call, beyond what attention saves.
 
-        They are the fp32 sum of the hidden states' gradient, D, out's gradient of one chunk, and q, k and v of this
-        chunk and the next one. out is free by then.
-        """
-        m, io, chunks = self.q.model, self.q.io, self.q.saving.attention_chunks
-        keys = m.kv_width / min(chunks, m.kv_heads)
-        return 4 * m.hidden + 4 * m.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes alive at one moment, without shards of weights and AdamW's moments."""
+class Moment(NamedTuple):
+    """Bytes alive at one moment, without shards of weights and AdamW's moments. The first three are of activations."""
 
     activations: int = 0
     attention: int = 0
     loss: int = 0
     gradients: int = 0
     weights_too: bool = False  # the optimizer's update, when no weight is gathered
-
-    @property
-    def held(self) -> tuple[int, int, int]:
-        """Bytes of (activations, attention, loss)."""
-        return self.activations, self.attention, self.loss

@@ -7,6 +7,7 @@ rule runs on values of width V + K. Chunked kernels multiply somewhat more. A co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -106,8 +107,7 @@ class Model(Heads):
     @property
     def windows_by_count(self) -> Mapping[Reach, int]:
         """Number of attention layers with each reach, those that see all first."""
-        found = dict.fromkeys(sorted(self.reaches, key=lambda reach: reach is not None))
-        return {reach: self.reaches.count(reach) for reach in found}
+        return Counter(sorted(self.reaches, key=lambda reach: reach is not None))
 
     @property
     def layer(self) -> tuple[Matrix, ...]:

@@ -19,7 +19,7 @@ from burst_attention.planner.planner import Remat
 from burst_attention.planner.rates import Rates
 
 from ..health.flops import seen_pairs
-from ..memory import DISK, MemoryConfig
+from ..memory import DISK, Saving
 from .attention import Exchange, Workload, gather
 from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
 from .models import Model
@@ -62,17 +62,16 @@ class ForecastRequest:
     joined: int = 1  # sequences that ``--packing balanced`` made one
     accumulates: bool = False  # whether gradients of an earlier micro-step exist
     remat: Remat | None = None  # None: the policy that recomputes least and fits
-    saving: MemoryConfig = field(default_factory=MemoryConfig)  # all but its ``remat``
+    saving: Saving = field(default_factory=Saving)
     strategy: str = "auto"
-    layout: str = "auto"  # of the strategy, if known
+    layout: str = "auto"  # of the strategy, once it is chosen
     compares_meshes: bool = False  # whether tensor parallelism is predicted too
     tensor_parallel: int = 1  # of a request from :meth:`cut`: how many times as many ranks there are
 
     def cut(self, ranks: int) -> ForecastRequest:
         """Return the step as one of ``ranks`` tensor-parallel neighbours sees it: a part of model and ranks.
 
-        Raises:
-            ValueError: the ranks can't cut the model.
+        ValueError: the ranks can't cut the model.
         """
         cluster, model, family, saving = self.cluster, self.model, self.model.family, self.saving
         for wrong, text in (
@@ -155,7 +154,8 @@ class ForecastRequest:
         each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
         windows = self.model.windows_by_count.items()
         attention = each * sum(count * seen_pairs(self.seq_len, reach, self.borders) for reach, count in windows)
-        return 3 * (attention + self._products(1, 1))
+        products = 2.0 * self.batch * self.seq_len * (self.model.products + self.model.head_products)
+        return 3 * (attention + products)
 
     @property
     def limit(self) -> float | None:
@@ -170,28 +170,22 @@ class ForecastRequest:
         layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
         always recomputed. A backward's element-wise operations move twice a forward's bytes, AdamW 28 per parameter.
         """
-        cluster, model = self.cluster, self.model
-        passes = 3 + (remat != "none")
+        cluster, m, saving, passes = self.cluster, self.model, self.saving, 3 + (remat != "none")
+        again = 0  # products of chunks, per token and layer
+        if saving.mlp_chunks > 1 and remat == "none":
+            again += 3 * m.hidden * m.intermediate
+        if saving.attention_chunks > 1:
+            again += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
+        each = 2.0 * self.batch * self.seq_len
+        flops = each * (passes * m.products + 4 * m.head_products) + each * m.layers * again
         rate = cluster.rates.speed(self.io).forward
         if self.io == 2 and cluster.device.peak is not None:
             rate = MATMUL_EFFICIENCY * cluster.device.peak
-        seconds = self.tokens / self.seq_len * (self._products(passes, 4) + self._chunks(remat)) / rate
+        seconds = self.tokens / self.seq_len * flops / rate
         if cluster.device.bandwidth is None:
             return seconds
-        moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.io)
-        return seconds + (moved + 28 * model.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
-
-    def _products(self, layers: int, head: int) -> float:
-        each = layers * self.model.products + head * self.model.head_products
-        return 2.0 * self.batch * self.seq_len * each
-
-    def _chunks(self, remat: Remat) -> float:
-        m, products = self.model, 0
-        if self.saving.mlp_chunks > 1 and remat == "none":
-            products += 3 * m.hidden * m.intermediate
-        if self.saving.attention_chunks > 1:
-            products += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
-        return 2.0 * self.batch * self.seq_len * m.layers * products
+        moved = passes * self.batch * self.tokens * m.layers * m.elementwise_bytes(self.io)
+        return seconds + (moved + 28 * m.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def copy_seconds(self, computing: float) -> float:
         """Return the seconds of a step's copies of layer inputs that a forward's ``computing`` seconds don't hide."""

@@ -30,9 +30,7 @@ from burst_attention.testing import local_world
 
 from ..arguments import WrittenArguments, asked
 from ..harness.turns import ratios, take_turns
-from ..harness.workload import Workload
 from ..tables import spread
-from .memory import predicted
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
@@ -175,7 +173,7 @@ def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, st
 
 
 def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
-    """Return all ranks' peak memory per byte of inputs, outputs and gradients, and the plan's prediction."""
+    """Return all ranks' peak memory, also per byte of inputs, outputs and gradients."""
     tensor = seqlen * heads * dim * 2
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -193,12 +191,10 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
     with local_world(world) as ranks:
         ranks.run(call)
     peak = (torch.cuda.max_memory_allocated() - before) / world
-    workload = Workload(seq_len=seqlen, heads=heads, kv_heads=heads, head_dim=dim)
     return {
         "ranks": str(world),
         "tokens": f"{seqlen:,}",
         "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
-        "predicted of one": f"{predicted(world, workload, exact_partials=True) / 2**30:.2f} GiB",
         "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
     }
 

@@ -26,7 +26,7 @@ from ..harness.workload import Workload
 from ..pool import WorkerPool
 
 
-def predicted(world: int, workload: Workload, *, exact_partials: bool = False) -> int:
+def predicted(world: int, workload: Workload) -> int:
     """Return the peak that the plan predicts, in bytes per rank."""
     planner, strategy = Planner(), Strategy(layout="zigzag", route="direct", ulysses_degree=1)
     schedule = planner.choose(workload.seq_len, mask=Mask(), strategy=strategy, rank=0, world=world)
@@ -34,11 +34,7 @@ def predicted(world: int, workload: Workload, *, exact_partials: bool = False) -
     shape = shape_of(workload.torch_dtype, batch=1, **sizes)
     dtype, chosen = workload.torch_dtype, planner.decide(schedule, shape)
     ranks = (replace(schedule, rank=rank) for rank in walked(world))
-    return max(
-        peak_of(each, shape, dtype, chosen, direction, exact_partials=exact_partials)
-        for each in ranks
-        for direction in Direction
-    )
+    return max(peak_of(each, shape, dtype, chosen, direction) for each in ranks for direction in Direction)
 
 
 @dataclass(frozen=True, kw_only=True)
