@@ -796,7 +796,7 @@ def test_a_backward_runs_where_products_are_fast(monkeypatch, dtype, products):
     monkeypatch.setattr(aten, "has_bf16_products", lambda: products)
     taken = []
     stock = aten.CpuFlash.backward
-    monkeypatch.setattr(aten.CpuFlash, "backward", lambda self, *x: taken.append(x[1].dtype) or stock(self, *x))
+    monkeypatch.setattr(aten.CpuFlash, "backward", lambda self, *x: taken.append(x[0].q.dtype) or stock(self, *x))
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for _ in range(4))
     plan = make_plan(64)

@@ -7,8 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from . import cudnn_graphs, flash
+from .aten import Aten, CpuFlash, Cudnn, Efficient
 from .contract import CAPPING, HALVES, Capping, Kernel, Measuring, capturing
 from .prove import check_once
+from .reference import BLOCK, Reference
+from .windowed import CudaFlash, Windowed
 
 MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much
 
@@ -40,44 +44,6 @@ _RANKED: dict[int, dict[str, tuple[str, ...]]] = {
 _UNORDERED = ("cudnn", "aten-cudnn")
 
 
-def _reference() -> Kernel:
-    from .reference import Reference
-
-    return Reference()
-
-
-def _blockwise() -> Kernel:
-    from .reference import BLOCK, Reference
-
-    return Reference(block=BLOCK)
-
-
-def _aten(ops: str, *, upcast: bool = False) -> Kernel:
-    from . import aten
-
-    return aten.Aten(getattr(aten, ops)(), upcast)
-
-
-def _aten_flash() -> Kernel:
-    from .windowed import CudaFlash, Windowed
-
-    return Windowed(CudaFlash())
-
-
-def _cudnn() -> Kernel:
-    from .cudnn_graphs import cudnn_graphs
-    from .windowed import Windowed
-
-    return Windowed(cudnn_graphs())
-
-
-def _flash(generation: int) -> Kernel:
-    from .flash import flash_ops
-    from .windowed import Windowed
-
-    return Windowed(flash_ops(generation))
-
-
 @functools.cache
 def _triton() -> Kernel:
     """Return the one shared Triton kernel, which caches block sizes and tables."""
@@ -89,18 +55,18 @@ def _triton() -> Kernel:
 
 
 _MAKERS: dict[str, Callable[[], Kernel]] = {
-    "reference": _reference,
-    "aten": functools.partial(_aten, "CpuFlash"),
-    "aten-fp32": functools.partial(_aten, "CpuFlash", upcast=True),
-    "aten-flash": _aten_flash,
-    "aten-cudnn": functools.partial(_aten, "Cudnn"),
-    "cudnn": _cudnn,
-    "aten-efficient": functools.partial(_aten, "Efficient"),
-    "flash2": functools.partial(_flash, 2),
-    "flash3": functools.partial(_flash, 3),
-    "flash4": functools.partial(_flash, 4),
+    "reference": Reference,
+    "aten": lambda: Aten(CpuFlash()),
+    "aten-fp32": lambda: Aten(CpuFlash(), upcast=True),
+    "aten-flash": lambda: Windowed(CudaFlash()),
+    "aten-cudnn": lambda: Aten(Cudnn()),
+    "cudnn": lambda: Windowed(cudnn_graphs.cudnn_graphs()),
+    "aten-efficient": lambda: Aten(Efficient()),
+    "flash2": lambda: Windowed(flash.flash_ops(2)),
+    "flash3": lambda: Windowed(flash.flash_ops(3)),
+    "flash4": lambda: Windowed(flash.flash_ops(4)),
     "triton": _triton,
-    "blockwise": _blockwise,
+    "blockwise": lambda: Reference(block=BLOCK),
 }
 KERNELS = tuple(_MAKERS)
 

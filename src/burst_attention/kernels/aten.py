@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..plan.tile import Tile, Tiles
-from .contract import DTYPES, WIDEST, accumulation_dtype, band_seen, check_gpu, converted, no_dropout
-from .stock import Piece, Stock
+from .contract import DTYPES, WIDEST, accumulation_dtype, band_seen, converted, no_dropout
+from .stock import Ops, Piece, Stock, StockInputs
 
 SMALL = 256  # up to this many rows and columns, a masked rectangle is cheaper than several launches
 
@@ -103,7 +103,6 @@ def _masked(*tiles: Tile) -> Piece:
 class Aten(Stock[Piece]):
     """Kernel over a fused attention of torch. Pieces are computed in the io dtype, or with ``upcast`` in fp32."""
 
-    ops: AtenOps
     upcast: bool = False
 
     @property
@@ -119,7 +118,7 @@ class Aten(Stock[Piece]):
     def forward_whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if self.upcast or q.shape[3] % self.ops.multiple or q.shape[3] != v.shape[3]:
             return super().forward_whole(q, k, v, scale)
-        return self.ops.forward(q, k, v, MaskAndScale(None, False, scale))  # each layer calls it for each token
+        return self.ops.forward(q, k, v, Seen(None, False), scale)  # each layer calls it for each token
 
     def leaves_rows_blind(self, launch: Piece) -> bool:
         return bool(launch.masked)
@@ -133,21 +132,19 @@ class Aten(Stock[Piece]):
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
-        out, lse = self.ops.forward(q, k, v, MaskAndScale(mask, launch.causal, scale))
+        out, lse = self.ops.forward(q, k, v, Seen(mask, launch.causal), scale)
         if mask is not None:  # for a row that sees nothing, kernels return different values
             blind = (mask == -math.inf).all(-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
         return (out.flip(2), lse.flip(2)) if launch.reverse else (out, lse)
 
-    def run_backward(
-        self, launch: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        dout, q, k, v, out = inputs
-        dout, q, out, lse = (_slice(x, launch.q_start, launch.q_stop, launch.reverse) for x in (dout, q, out, lse))
-        k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
+    def run_backward(self, launch: Piece, x: StockInputs, scale: float) -> tuple[Tensor, ...]:
+        rows = (_slice(each, launch.q_start, launch.q_stop, launch.reverse) for each in (x.dout, x.q, x.out, x.lse))
+        k, v = (_slice(each, launch.k_start, launch.k_stop, launch.reverse) for each in (x.k, x.v))
+        dout, q, out, lse = rows
         mask = _additive_mask(launch, q)
-        grads = self.ops.backward(dout, q, k, v, out, lse, MaskAndScale(mask, launch.causal, scale))
-        return tuple(x.flip(2) for x in grads) if launch.reverse else grads
+        grads = self.ops.backward(StockInputs(dout, q, k, v, out, lse), Seen(mask, launch.causal), scale)
+        return tuple(grad.flip(2) for grad in grads) if launch.reverse else grads
 
 
 def _slice(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
@@ -171,38 +168,11 @@ def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
 _aten = torch.ops.aten
 
 
-class MaskAndScale(NamedTuple):
+class Seen(NamedTuple):
     """Everything is visible, unless ``causal`` (top left) or ``mask`` [1, 1, rows, columns] (added) is set."""
 
     mask: Tensor | None
     causal: bool
-    scale: float
-
-
-class AtenOps:
-    """A fused attention operator; it takes [B, H, S, D] of one head dimension and returns a natural-log lse."""
-
-    name: ClassVar[str]
-    multiple: ClassVar[int] = 8
-    widest: ClassVar[int | None] = None
-    takes_delta: ClassVar[bool] = False
-
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, dtype, range(8, 13))
-
-    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the backward of such inputs runs."""
-        return dtype
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        """Return (out, lse [B, Hq, Sq] in fp32, or fp64 for fp64)."""
-        raise NotImplementedError
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
-        raise NotImplementedError
 
 
 def has_bf16_products() -> bool:
@@ -211,11 +181,11 @@ def has_bf16_products() -> bool:
 
 
 @dataclass(frozen=True)
-class CpuFlash(AtenOps):
+class CpuFlash(Ops):
     """``_scaled_dot_product_flash_attention_for_cpu`` (FlashAttention-2's algorithm, arXiv 2307.08691)."""
 
-    name: ClassVar[str] = "aten"
-    multiple: ClassVar[int] = 1
+    name = "aten"
+    multiple = 1
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cpu":
@@ -228,86 +198,79 @@ class CpuFlash(AtenOps):
         slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bf16_products())
         return torch.float32 if slow else dtype
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops looks its overloads up in Python
-            q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
+            q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=scale
         )
         return out, lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, x: StockInputs, seen: Seen, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
+            *x[:6], 0.0, seen.causal, attn_mask=seen.mask, scale=scale
         )
         return dq, dk, dv
 
 
 @dataclass(frozen=True)
-class Cudnn(AtenOps):
+class Cudnn(Ops):
     """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1].
 
     It needs dO and out in the same memory order. It fails on a single query or key; :class:`Efficient` computes those.
     """
 
-    name: ClassVar[str] = "aten-cudnn"
-    widest: ClassVar[int | None] = 128
+    name = "aten-cudnn"
+    widest = 128
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         if min(q.shape[2], k.shape[2]) == 1:
-            return Efficient().forward(q, k, v, seen)
+            return Efficient().forward(q, k, v, seen, scale)
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=1)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, mask, True, 0.0, seen.causal, False, scale=seen.scale
+            q, k, v, mask, True, 0.0, seen.causal, False, scale=scale
         )
         return out, lse.squeeze(-1) if lse.ndim == 4 else lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, x: StockInputs, seen: Seen, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.q, x.k, x.v
         if min(q.shape[2], k.shape[2]) == 1:
-            return Efficient().backward(dout, q, k, v, out, lse, seen)
+            return Efficient().backward(x, seen, scale)
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
-        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous().unsqueeze(-1)
+        dout, out, lse = x.dout.contiguous(), x.out.contiguous(), x.lse.contiguous().unsqueeze(-1)
         inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse)
         lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            *inputs, *no_dropout(q), mask, *lengths, 0.0, seen.causal, scale=seen.scale
+            *inputs, *no_dropout(q), mask, *lengths, 0.0, seen.causal, scale=scale
         )
         return dq, _summed(dk, heads), _summed(dv, heads)
 
 
 @dataclass(frozen=True)
-class Efficient(AtenOps):
+class Efficient(Ops):
     """``_scaled_dot_product_efficient_attention``: pads the lse's rows to a multiple of 32. Supports fp32 too.
 
     Its backward assumes that ``out`` is [B, S, H, D] in memory and ignores its strides.
     """
 
-    name: ClassVar[str] = "aten-efficient"
-    widest: ClassVar[int | None] = WIDEST
+    name = "aten-efficient"
+    widest = WIDEST
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
+        super().check(device, torch.float16 if dtype == torch.float32 else dtype)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=q.shape[1])
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, mask, True, 0.0, seen.causal, scale=seen.scale
-        )
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, seen.causal, scale=scale)
         return out, lse[..., : q.shape[2]]
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
-        padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 in padded rows
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    def backward(self, x: StockInputs, seen: Seen, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, heads, mask = x.q, x.k.shape[1], _aligned(seen.mask, x.q, heads=x.q.shape[1])
+        padded = pad(x.lse, (0, -x.lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 there
+        out = x.out.transpose(1, 2).contiguous().transpose(1, 2)
         tail = (*no_dropout(q), 0.0, [True, True, True, False], seen.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=seen.scale
+            x.dout, q, _repeated(x.k, q), _repeated(x.v, q), mask, out, padded, *tail, scale=scale
         )
         return dq, _summed(dk, heads), _summed(dv, heads)
 

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import check_gpu, on_device_of
-from .windowed import MULTIPLE, CudaFlash, Window, WindowedOps
+from .contract import on_device_of
+from .stock import Ops, StockInputs
+from .windowed import CudaFlash, Window
 
 MOST_GRAPHS = 512  # kept; a packed batch has a graph for each length of a document
 TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
@@ -29,20 +30,15 @@ NAN_FREE = 92600  # cuDNN's version from which dQ is right with 64 keys more tha
 
 
 @dataclass(frozen=True, eq=False)
-class CudnnGraphs:
+class CudnnGraphs(Ops):
     """Graphs for :class:`~.windowed.Windowed`. ``other`` computes what cuDNN can't, or does wrong or slowly."""
 
     frontend: Any  # the module cudnn
-    other: WindowedOps
+    other: Ops
     built: OrderedDict[Any, tuple[Any, dict[str, Any], int]] = field(default_factory=OrderedDict)
     handles: dict[torch.device, list[Any]] = field(default_factory=dict)  # those that no thread is using
-    name: ClassVar[str] = "cudnn"
-    multiple: ClassVar[int] = MULTIPLE
-    widest: ClassVar[int] = 128
-    takes_delta: ClassVar[bool] = False
-
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, dtype, range(8, 13))
+    name = "cudnn"
+    widest = 128
 
     def takes(self, rows: int, columns: int, window: Window) -> bool:
         """Return whether cuDNN computes this launch.
@@ -54,35 +50,22 @@ class CudnnGraphs:
         nan = min(rows, columns) == 1 or (columns % 128 == 64 and self.frontend.backend_version() < NAN_FREE)
         return not nan and (banded or window == Window(None, None))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        if not self.takes(q.shape[1], k.shape[1], window):
-            return self.other.forward(q, k, v, window, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Window, scale: float) -> tuple[Tensor, Tensor]:
+        if not self.takes(q.shape[1], k.shape[1], seen):
+            return self.other.forward(q, k, v, seen, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         stats = out.new_empty(q.shape[0], q.shape[2], q.shape[1], 1, dtype=torch.float32)
         given = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
-        self._run("sdpa", given, {"o": out.transpose(1, 2), "stats": stats}, window, scale)
+        self._run("sdpa", given, {"o": out.transpose(1, 2), "stats": stats}, seen, scale)
         return out, stats.squeeze(-1)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.takes(q.shape[1], k.shape[1], window):
-            return self.other.backward(dout, q, k, v, out, lse, window, scale)
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        named = {"q": q, "k": k, "v": v, "o": out, "dO": dout}
-        given = {name: x.transpose(1, 2) for name, x in named.items()} | {"stats": lse.unsqueeze(-1)}
-        made = {name: x.transpose(1, 2) for name, x in zip(("dQ", "dK", "dV"), grads, strict=True)}
-        self._run("sdpa_backward", given, made, window, scale)
-        dq, dk, dv = grads
+    def backward(self, x: StockInputs, seen: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.takes(x.q.shape[1], x.k.shape[1], seen):
+            return self.other.backward(x, seen, scale)
+        dq, dk, dv = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (x.q, x.k, x.v))
+        named, results = {"q": x.q, "k": x.k, "v": x.v, "o": x.out, "dO": x.dout}, {"dQ": dq, "dK": dk, "dV": dv}
+        given, made = ({name: each.transpose(1, 2) for name, each in some.items()} for some in (named, results))
+        self._run("sdpa_backward", given | {"stats": x.lse.unsqueeze(-1)}, made, seen, scale)
         return dq, dk, dv
 
     def _run(

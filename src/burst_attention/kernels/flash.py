@@ -13,13 +13,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import CAPPING, check_gpu
-from .windowed import MULTIPLE, Window
+from .contract import CAPPING, WIDEST, check_gpu
+from .stock import Ops, StockInputs
+from .windowed import Window
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Generation:
     backward: str
     capabilities: range  # compute capability, major
     unlimited: int | None  # value for an unlimited side of the window
-    widest: int = 256  # head dim
     needed: frozenset[str] = frozenset()  # parameters of the backward that its versions must have
 
 
@@ -63,63 +63,39 @@ GENERATIONS = {
 
 
 @dataclass(frozen=True)
-class FlashOps:
+class FlashOps(Ops):
     """One generation's functions. Backwards have a fixed order under ``torch.use_deterministic_algorithms(True)``."""
 
-    generation: int
+    source: Generation
+    name: str
     run: Callable[..., Any]
     run_back: Callable[..., Any]
+    takes_delta: bool  # the backward subtracts a gradient of the lse in fp32: with out = 0, it can be given -D
     softcap: float = 0.0  # 0 for plain scores
-    multiple: ClassVar[int] = MULTIPLE
-
-    @property
-    def name(self) -> str:
-        return f"flash{self.generation}"
-
-    @property
-    def widest(self) -> int:
-        return GENERATIONS[self.generation].widest
-
-    @property
-    def takes_delta(self) -> bool:
-        """Return whether the backward subtracts a gradient of the lse in fp32: with out = 0, it can be given -D."""
-        return "dlse" in getattr(self.run_back, "takes", ())
+    widest = WIDEST
 
     def capped(self, softcap: float) -> FlashOps:
-        source = GENERATIONS[self.generation]
         if any("softcap" not in getattr(each, "takes", ()) for each in (self.run, self.run_back)):
-            raise ValueError(f"{source.package} {version_of(source.package)} has no soft cap; {CAPPING}")
+            raise ValueError(f"{self.source.package} {version_of(self.source.package)} has no soft cap; {CAPPING}")
         return replace(self, softcap=softcap)
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
+        check_gpu(self.name, device, dtype, self.source.capabilities)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(window, scale)})
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Window, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(seen, scale)})
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
-        rows = {"softmax_lse": lse, "lse": lse, "dlse": None if delta is None else delta.neg()}
-        self.run_back({**tensors, **rows, **self._settings(window, scale)})
+    def backward(self, x: StockInputs, seen: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (x.q, x.k, x.v))
+        rows = {"softmax_lse": x.lse, "lse": x.lse, "dlse": None if x.delta is None else x.delta.neg()}
+        tensors = {**x._asdict(), **rows, "dq": dq, "dk": dk, "dv": dv}
+        self.run_back({**tensors, **self._settings(seen, scale)})
         return dq, dk, dv
 
     def _settings(self, window: Window, scale: float) -> dict[str, Any]:
         """Return every setting under each name that some version uses."""
-        unlimited = GENERATIONS[self.generation].unlimited
-        left, right = (unlimited if side is None else side for side in window)
+        left, right = (self.source.unlimited if side is None else side for side in window)
         return SETTINGS | {
             "softcap": self.softcap,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -162,7 +138,7 @@ def flash_ops(generation: int) -> FlashOps:
     backward = _called_by_name(
         source, getattr(module, source.backward, None), source.backward, BACKWARD | source.needed, LSE
     )
-    return FlashOps(generation, forward, backward)
+    return FlashOps(source, f"flash{generation}", forward, backward, "dlse" in backward.takes)
 
 
 def version_of(package: str) -> str:
@@ -173,9 +149,7 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def _called_by_name(
-    source: Generation, function: Any, name: str, needed: set[str], others: set[str]
-) -> Callable[[Mapping[str, Any]], Any]:
+def _called_by_name(source: Generation, function: Any, name: str, needed: set[str], others: set[str]) -> _ByName:
     """Wrap ``function`` to take arguments by name; refuse it without ``needed``, or with unknown required ones."""
     version = f"{source.package} {version_of(source.package)}"
     if function is None:

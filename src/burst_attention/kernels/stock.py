@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from .contract import (
     BackwardInputs,
     accumulation_dtype,
     blank_output,
+    check_gpu,
     check_width,
     converted,
     head_blocks,
@@ -146,24 +147,44 @@ class Piece:
 Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_start, k_stop)
 
 
-class Ops(Protocol):
-    """A stock attention function, forward and backward, of head dimensions up to ``widest``; None for no limit."""
+class StockInputs(NamedTuple):
+    """What a stock backward reads. ``delta``: D in fp32, for ops that take it; ``out`` is then 0."""
 
-    @property
-    def name(self) -> str: ...
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor | None = None
 
-    @property
-    def multiple(self) -> int: ...  # head dimensions are padded to a multiple of this
 
-    @property
-    def widest(self) -> int | None: ...
+class Ops:
+    """A stock attention function, forward and backward, of one head dimension up to ``widest``; None for no limit.
 
-    @property
-    def takes_delta(self) -> bool: ...  # whether a backward with out = 0 can be given D
+    ``seen`` says what a launch sees. An lse is natural, [B, Hq, Sq] in fp32 (fp64 for fp64).
+    """
+
+    name: str
+    multiple: int = 8  # head dimensions are padded to a multiple of this
+    widest: int | None = None
+    takes_delta: bool = False  # whether a backward with out = 0 can be given D
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError if the device or dtype is not supported."""
-        ...
+        check_gpu(self.name, device, dtype, range(8, 13))
+
+    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the backward of such inputs runs."""
+        return dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        raise NotImplementedError
+
+    def backward(self, x: StockInputs, seen: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -185,10 +206,8 @@ class Stock(ABC, Generic[Launch]):
         """Return (out, lse) of a launch's rows. A row that sees nothing in this launch has lse -inf."""
 
     @abstractmethod
-    def run_backward(
-        self, launch: Launch, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
-    ) -> Sequence[Tensor]:
-        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out)."""
+    def run_backward(self, launch: Launch, x: StockInputs, scale: float) -> Sequence[Tensor]:
+        """Return (dq, dk, dv) of a launch's rows and columns."""
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
         """Convert ``x`` to the dtype of the computation."""
@@ -227,7 +246,7 @@ class Stock(ABC, Generic[Launch]):
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Run the launches and add up their (dq, dk, dv)."""
-        lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
+        scale, launches = inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
         delta = inputs.row_delta() if inputs.out is None and self.ops.takes_delta else None
         calls: tuple[BackwardCall, ...]
@@ -237,22 +256,25 @@ class Stock(ABC, Generic[Launch]):
             calls = (BackwardCall(dout, torch.zeros_like(dout)),)
         else:
             calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest, of_lse=inputs.of_lse)
+
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
-            grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale, delta=delta)
+            grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v, inputs.lse, delta), scale)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
             return dq, dk, dv
         sums = GradientSums(q, k, v)
         for call in calls:
-            tensors = self._padded(call, q, k, v)
+            x = self._padded(call, q, k, v, inputs.lse, delta)
             for launch in launches:
                 rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
-                sums.add(self.run_backward(launch, tensors, lse, scale, delta=delta), rows, columns, call)
+                sums.add(self.run_backward(launch, x, scale), rows, columns, call)
         return sums.dq, sums.dk, sums.dv
 
-    def _padded(self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return (dout, q, k, v, out), padded to one head dimension."""
+    def _padded(
+        self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor | None
+    ) -> StockInputs:
         values = v if call.values else torch.zeros_like(v)
-        return same_width(call.dout, q, k, values, call.out, multiple=self.ops.multiple)
+        dout, q, k, v, out = same_width(call.dout, q, k, values, call.out, multiple=self.ops.multiple)
+        return StockInputs(dout, q, k, v, out, lse, delta)
 
 
 def _covers(launch: Tile | Piece, q: Tensor, k: Tensor) -> bool:

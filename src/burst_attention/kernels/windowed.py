@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import CAPPING, WIDEST, check_gpu, no_dropout
-from .stock import Ops, Stock
+from .contract import CAPPING, WIDEST, no_dropout
+from .stock import Ops, Stock, StockInputs
 
 _aten = torch.ops.aten
-MULTIPLE = 8  # of head dimensions: 16 bytes
 
 
 class Window(NamedTuple):
@@ -59,43 +58,18 @@ def _split_before(tile: Tile, row: int) -> Iterator[Tile]:
             yield part
 
 
-class WindowedOps(Ops, Protocol):
-    """A package's forward and backward for [B, S, H, D] of one head dimension; lse is [B, Hq, Sq] in fp32."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out [B, Sq, Hq, D], lse)."""
-        ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv). ``delta``: D [B, Hq, Sq] in fp32 where ``out`` is 0, if the ops take it."""
-        ...
-
-
 @runtime_checkable
-class CappingOps(WindowedOps, Protocol):
-    """Functions that can cap scores (:class:`~.contract.Capping`)."""
+class CappingOps(Protocol):
+    """Ops that can cap scores (:class:`~.contract.Capping`)."""
 
-    def capped(self, softcap: float) -> WindowedOps:
-        """Return the functions with capped scores. Raise ValueError if this version of the package can't."""
+    def capped(self, softcap: float) -> Ops:
+        """Return the ops with capped scores. Raise ValueError if this version of the package can't."""
         ...
 
 
 @dataclass(frozen=True)
 class Windowed(Stock[Tile]):
-    """Kernel over ``ops``. Each tile's results are rounded to the io dtype, then merged or added in fp32."""
-
-    ops: WindowedOps
+    """Kernel over ops for [B, S, H, D] and a :class:`Window`. A tile's results are rounded, then summed in fp32."""
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return False
@@ -109,18 +83,13 @@ class Windowed(Stock[Tile]):
             raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
         return replace(self, ops=self.ops.capped(softcap))
 
-    def run_backward(
-        self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float, *, delta: Tensor | None = None
-    ) -> list[Tensor]:
+    def run_backward(self, launch: Tile, x: StockInputs, scale: float) -> list[Tensor]:
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
-        dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
-        of_rows = dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(launch), scale
-        if delta is None:
-            grads = self.ops.backward(*of_rows)
-        else:
-            grads = self.ops.backward(*of_rows, delta=delta[:, :, rows].contiguous())
-        return [x.transpose(1, 2) for x in grads]
+        dout, q, k, v, out = (_tokens_first(each, where) for each, where in zip(x[:5], sides, strict=True))
+        lse, delta = x.lse[:, :, rows].contiguous(), None if x.delta is None else x.delta[:, :, rows].contiguous()
+        grads = self.ops.backward(StockInputs(dout, q, k, v, out, lse, delta), window_of(launch), scale)
+        return [grad.transpose(1, 2) for grad in grads]
 
     def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one launch; raise RuntimeError if the lse has another shape or dtype."""
@@ -143,39 +112,21 @@ def _tokens_first(x: Tensor, where: slice) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CudaFlash:
+class CudaFlash(Ops):
     """Torch's FlashAttention-2. Its dQ has no fixed order unless ``torch.use_deterministic_algorithms(True)``."""
 
-    name: ClassVar[str] = "aten-flash"
-    multiple: ClassVar[int] = MULTIPLE
-    widest: ClassVar[int] = WIDEST
-    takes_delta: ClassVar[bool] = False
+    name = "aten-flash"
+    widest = WIDEST
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, dtype, range(8, 13))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Window, scale: float) -> tuple[Tensor, Tensor]:
         lengths = (None, None, q.shape[1], k.shape[1])
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
-        )
+        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(seen))
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = (None, None, q.shape[1], k.shape[1])
+    def backward(self, x: StockInputs, seen: Window, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (None, None, x.q.shape[1], x.k.shape[1])
         dq, dk, dv = _aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *lengths, 0.0, False, *no_dropout(q), scale=scale, **_sides(window)
+            *x[:6], *lengths, 0.0, False, *no_dropout(x.q), scale=scale, **_sides(seen)
         )
         return dq, dk, dv
 
