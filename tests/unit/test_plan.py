@@ -503,7 +503,7 @@ def test_a_wave_is_one_visit_and_its_results_leave_while_the_next_is_on_its_way(
         home = [
             n
             for n, op in enumerate(program.ops)
-            if isinstance(op, Post) and any(m.edge.partial and m.edge.side is Side.QUERY for m in op.sends)
+            if isinstance(op, Post) and any(m.edge.partial and m.edge.key.side is Side.QUERY for m in op.sends)
         ]
         if keep or direction is Direction.FORWARD:
             assert len(visits) == len(home) == 2 and visits[0] < home[0] < visits[1] < home[1]
@@ -604,7 +604,7 @@ def check_counted(schedules: list[Schedule], shape: Shape, circulate: str, group
         work = first.work(circulate, direction, groups)
         for edge in work.edges(work.cells()):
             if edge.source != edge.target and edge.rows.count:
-                size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
+                size = shape.edge_bytes(edge, direction, groups)
                 sent[edge.step, edge.source, edge.target] += size
         assert dict(counted) == dict(sent)
 
@@ -681,7 +681,7 @@ def test_what_crosses_to_another_node_does_so_once(nodes, heads, kv_heads, count
         over = dataclasses.replace(ROUTES[route], nodes=nodes)
         schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, Strategy(ulysses_degree=groups.query))
         total[route] = sum(
-            edge.rows.count * shape.row_bytes(edge, work.direction) // groups.count(edge.side)
+            shape.edge_bytes(edge, work.direction, groups)
             for work in (schedule.work(circulate, direction, groups) for direction in Direction)
             for edge in work.edges(work.cells())
             if nodes[edge.source] != nodes[edge.target]

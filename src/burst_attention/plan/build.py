@@ -80,7 +80,7 @@ class Builder:
         if edge not in self._placed:
             place = self._place(edge.key)
             alone = place[1] < self.world or edge.key.payload is Payload.INPUTS
-            self._placed[edge] = edge.rows if alone else self._slice(place).place(edge.owner, edge.rows)
+            self._placed[edge] = edge.rows if alone else self._slice(place).place(edge.key.owner, edge.rows)
         return self._placed[edge]
 
     def _slice(self, place: Place) -> Slice:
@@ -103,8 +103,8 @@ class Builder:
         """Return an edge as this rank sees it."""
         place, packed = self._place(edge.key), self.sums if edge.partial else self.held
         ends = sent != edge.partial  # a shard leaves, or results arrive
-        if ends and (edge.owner == self.rank or place[1] < self.world) and edge.key.payload is not Payload.INPUTS:
-            place = edge.side, edge.owner, edge.key.part
+        if ends and (edge.key.owner == self.rank or place[1] < self.world) and edge.key.payload is not Payload.INPUTS:
+            place = edge.key.side, edge.key.owner, edge.key.part
             return Message(edge, place, edge.rows.within(packed[place]))
         if place[1] < self.world:
             return Message(edge, place, None)
@@ -239,7 +239,16 @@ def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
 def _global_order(edge: Edge) -> tuple[Any, ...]:
     """Sort key of edges; all ranks post in this order, so messages between two ranks match."""
     key = edge.key
-    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, key.part, key.payload.value, key.turn
+    return (
+        edge.step,
+        edge.partial,
+        edge.key.side.value,
+        edge.key.owner,
+        edge.source,
+        key.part,
+        key.payload.value,
+        key.turn,
+    )
 
 
 def _with_drops(ops: list[Op], rank: int, world: int) -> list[Op]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from .groups import Groups
@@ -26,10 +25,12 @@ class Shape:
     partial: int
     accumulate: int
 
-    def row_bytes(self, edge: Edge, direction: Direction) -> int:
-        """Return the bytes of one row of an edge, as the sweep sends it with whole heads."""
+    def edge_bytes(self, edge: Edge, direction: Direction, groups: Groups) -> int:
+        """Return the bytes of an edge, as the sweep sends it."""
         wide = self.accumulate if edge.exact else self.io if edge.finished else self.partial
-        return self.side_bytes(edge.side, direction, wide=wide if edge.partial else None, payload=edge.key.payload)
+        side, payload = edge.key.side, edge.key.payload
+        row = self.side_bytes(side, direction, wide=wide if edge.partial else None, payload=payload)
+        return edge.rows.count * row // groups.count(side)
 
     def side_bytes(
         self, side: Side, direction: Direction, *, wide: int | None = None, payload: Payload = Payload.ALL
@@ -74,16 +75,3 @@ class Traffic:
     def __mul__(self, calls: int) -> Traffic:
         """Return the bytes of several such calls."""
         return Traffic(*(calls * count for count in astuple(self)))
-
-
-def sent_and_received(
-    edges: Iterable[Edge], rank: int, shape: Shape, direction: Direction, groups: Groups
-) -> tuple[int, int]:
-    """Return the bytes that ``rank`` sends and receives over ``edges`` in one pass."""
-    sent = received = 0
-    for edge in edges:
-        if edge.source != edge.target:
-            size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
-            sent += size * (edge.source == rank)
-            received += size * (edge.target == rank)
-    return sent, received

@@ -45,14 +45,6 @@ class Edge:
     exact: bool = False  # partials in the accumulation dtype; others are rounded once, to the wire's dtype
     finished: bool = False  # nothing will be added to them: they are rounded to the inputs' dtype
 
-    @property
-    def side(self) -> Side:
-        return self.key.side
-
-    @property
-    def owner(self) -> int:
-        return self.key.owner
-
 
 @dataclass(frozen=True)
 class Use:

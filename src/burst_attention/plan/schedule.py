@@ -145,7 +145,9 @@ class Schedule:
 
     def traffic(self, shape: cost.Shape, circulate: str, groups: Groups = WHOLE) -> cost.Traffic:
         """Return the bytes that this rank sends and receives in one forward and one backward."""
-        passes = ((self.program(circulate, direction, groups).edges, direction) for direction in Direction)
-        return cost.Traffic(
-            *(n for edges, d in passes for n in cost.sent_and_received(edges, self.rank, shape, d, groups))
-        )
+        counts = []
+        for direction in Direction:
+            edges = self.program(circulate, direction, groups).edges
+            for own in ([e for e in edges if e.source == self.rank], [e for e in edges if e.target == self.rank]):
+                counts.append(sum(shape.edge_bytes(edge, direction, groups) for edge in own))
+        return cost.Traffic(*counts)

@@ -45,16 +45,15 @@ class Messages:
 
 def edge_messages(work: PassSpec, shape: Shape) -> Messages:
     """Return the messages of any route from its edges; practical for few ranks."""
-    edges, groups = work.edges(work.cells()), work.groups
     rows = [
         (
             e.step,
             e.source,
             e.target,
-            e.rows.count * shape.row_bytes(e, work.direction) // groups.count(e.side),
-            PARTIAL * e.partial | RELAYED * (not e.partial and e.source != e.owner),
+            shape.edge_bytes(e, work.direction, work.groups),
+            PARTIAL * e.partial | RELAYED * (not e.partial and e.source != e.key.owner),
         )
-        for e in edges
+        for e in work.edges(work.cells())
     ]
     return Messages.of([tuple(np.array(rows, np.int64).reshape(-1, 5).T)])
 
