@@ -719,8 +719,9 @@ def test_auto_tries_the_fastest_first_unless_sums_must_have_an_order(monkeypatch
     monkeypatch.setattr(kernels, "_capability", lambda _: capability)
     gpu = torch.device("cuda"), torch.bfloat16
     assert list(kernels.candidates(*gpu)) == [*plain, "reference"]
-    assert list(kernels.candidates(*gpu, banded=True)) == [*windows, "reference"]
-    assert kernels.candidates(*gpu, documents=kernels.MANY_DOCUMENTS)[0] == "triton"
+    assert list(kernels.candidates(*gpu, kernels._BANDED)) == [*windows, "reference"]
+    many = ["triton", *(name for name in plain if name.startswith("flash"))]
+    assert list(kernels.candidates(*gpu, kernels._MANY)) == [*many, "reference"]
     assert kernels.candidates(torch.device("cuda"), torch.float64) == ("reference",)
     assert kernels.candidates(torch.device("cuda"), torch.float32) == ("triton", "reference")
     asked.ordered = True

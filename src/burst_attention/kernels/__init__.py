@@ -16,30 +16,18 @@ from .windowed import CudaFlash, Windowed
 
 MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much
 
-# The kernels that ``auto`` tries in half precision on a GPU, by compute capability (major) and kind of mask, fastest
-# first. Measured on one H100 (torch 2.11, cuDNN 9.19), bf16, 16 heads of 128, 16,384 tokens, forward / backward in
-# TFLOP/s: causal: aten-cudnn 635 / 500, cudnn 621 / 500 (32 / 8 heads 574 / 513), triton 399 / 188, PyTorch's
+# The kernels that ``auto`` tries in half precision on a GPU, by compute capability (major), fastest first for full and
+# causal tiles. Measured on one H100 (torch 2.11, cuDNN 9.19), bf16, 16 heads of 128, 16,384 tokens, forward / backward
+# in TFLOP/s: causal: aten-cudnn 635 / 500, cudnn 621 / 500 (32 / 8 heads 574 / 513), triton 399 / 188, PyTorch's
 # FlashAttention 2 300 / 299; window of 4,096: cudnn 577 / 481, triton 336 / 172, aten-flash 247 / 69, aten-cudnn
 # 106 / 59. On an H200 NVIDIA publishes 702 / 606 for FlashAttention 4, causal, 64 / 8 heads. Other capabilities were
 # not measured.
-_PLAIN, _BANDED, _MANY = "full and causal tiles", "windows", "many documents"
-_RANKED: dict[int, dict[str, tuple[str, ...]]] = {
-    8: {
-        _PLAIN: ("flash2", "aten-flash", "triton"),
-        _BANDED: ("flash2", "triton"),
-        _MANY: ("triton", "flash2"),
-    },
-    9: {
-        _PLAIN: ("flash4", "cudnn", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"),
-        _BANDED: ("flash4", "cudnn", "flash3", "flash2", "triton"),
-        _MANY: ("triton", "flash4", "flash3", "flash2"),
-    },
-    10: {
-        _PLAIN: ("flash4", "cudnn", "aten-cudnn", "flash2", "triton"),
-        _BANDED: ("flash4", "cudnn", "flash2", "triton"),
-        _MANY: ("triton", "flash4", "flash2"),
-    },
+_RANKED: dict[int, tuple[str, ...]] = {
+    8: ("flash2", "aten-flash", "triton"),
+    9: ("flash4", "cudnn", "aten-cudnn", "flash3", "flash2", "aten-flash", "triton"),
+    10: ("flash4", "cudnn", "aten-cudnn", "flash2", "triton"),
 }
+_PLAIN, _BANDED, _MANY = "full and causal tiles", "windows", "many documents"
 # These add in no fixed order, whatever they are asked for.
 _UNORDERED = ("cudnn", "aten-cudnn")
 
@@ -100,12 +88,7 @@ def choose(
 
 
 def candidates(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    documents: int = 1,
-    banded: bool = False,
-    capped: bool = False,
+    device: torch.device, dtype: torch.dtype, kind: str = _PLAIN, *, capped: bool = False
 ) -> tuple[str, ...]:
     """Return the kernels that ``auto`` tries, fastest first; deterministic ones if torch is asked for them."""
     last = "blockwise" if capped else "reference"
@@ -115,7 +98,11 @@ def candidates(
         return (last,)
     if dtype not in HALVES:
         return "triton", last
-    ranked = _RANKED[min(max(_capability(device), min(_RANKED)), max(_RANKED))][_kind(documents, banded)]
+    ranked = [*_RANKED[min(max(_capability(device), min(_RANKED)), max(_RANKED))]]
+    if kind != _PLAIN:  # torch's own kernels are slow with windows
+        ranked = [name for name in ranked if not name.startswith("aten-")]
+    if kind == _MANY:  # Triton needs one launch for all documents, and cuDNN a graph for each length
+        ranked = ["triton", *(name for name in ranked if name.startswith("flash"))]
     return *(name for name in ranked if not (_ordered() and name in _UNORDERED)), last
 
 
@@ -171,8 +158,7 @@ def _choose_auto(
     if capturing():
         raise RuntimeError("kernel='auto' tests kernels on its first call; call it once before capturing a CUDA graph")
     refused = []
-    documents = MANY_DOCUMENTS if kind == _MANY else 1
-    for name in candidates(device, dtype, documents=documents, banded=kind != _PLAIN, capped=softcap is not None):
+    for name in candidates(device, dtype, kind, capped=softcap is not None):
         try:
             kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims, softcap=softcap)
             # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
