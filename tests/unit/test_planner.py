@@ -74,7 +74,7 @@ def test_heads_are_cut_as_often_as_there_are_ranks_and_come_in_chunks_on_slow_li
 
 def test_where_exchange_is_hidden_anyway_the_fewest_bytes_decide() -> None:
     planned = schedule(preset("h100-hgx"), known=shape(), seqlen=1 << 18)
-    found = planned.predictions(shape())
+    found = planned.predict_for_links(shape())[0]
     shortest = min(each.seconds for each in found if each.forward)
     near = [each for each in found if each.forward and each.seconds <= TIE * shortest]
     chosen = planned.choose_call(shape())
@@ -87,11 +87,11 @@ def test_a_tie_goes_to_the_fewest_bytes_then_to_the_least_memory() -> None:
     slow = replace(link(2000), half=Speed(forward=4.5e10, backward=6.7e10))
     call = shape(2, q_heads=16)
     planned = schedule(slow, known=call)
-    found = {each.candidate.groups.query: each for each in planned.predictions(call) if each.forward}
+    found = {each.candidate.groups.query: each for each in planned.predict_for_links(call)[0] if each.forward}
     chosen = planned.choose_call(call)
     assert found[4].seconds < chosen.seconds < TIE * found[4].seconds and chosen.across < 0.55 * found[4].across
     assert chosen.candidate == Candidate(WHOLE, "key-value")
-    (gathered,) = (each for each in planned.predictions(call) if each.candidate.groups.gather)
+    (gathered,) = (each for each in planned.predict_for_links(call)[0] if each.candidate.groups.gather)
     assert gathered.across == chosen.across and gathered.seconds < chosen.seconds  # but it holds all keys
 
 
@@ -141,7 +141,7 @@ def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, ma
     chosen = planned.choose_call(call)
     flat = planned.under(strategy=Strategy(ulysses_degree=1))
     assert chosen.seconds <= TIE * flat.choose_call(call).seconds
-    assert chosen.seconds <= TIE * min(each.seconds for each in planned.predictions(call) if each.forward)
+    assert chosen.seconds <= TIE * min(each.seconds for each in planned.predict_for_links(call)[0] if each.forward)
 
 
 @pytest.mark.parametrize("mbit", [50, 50_000])
@@ -394,7 +394,7 @@ def test_few_keys_and_values_are_gathered_where_that_is_fastest() -> None:
         asked = Shape(q_heads=32, kv_heads=kv_heads, **sizes)
         chosen = open_to_all.decide(asked)
         assert chosen.groups.gather == (kv_heads <= 4) and (chosen.circulate == "key-value" or kv_heads > 4)
-        ways = open_to_all.predictions(asked)
+        ways = open_to_all.predict_for_links(asked)[0]
         assert any(each.candidate.groups.gather for each in ways) == (kv_heads <= 4)
         found = [each for each in ways if each.forward]
         assert not chosen.groups.gather or min(found, key=lambda each: each.seconds).candidate == chosen
@@ -546,7 +546,7 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
         best = planned.choose_call(shape())
         assert best.forward and best.backward
         assert best.seconds == (2 if remat == "layer" else 1) * best.forward.seconds + best.backward.seconds
-        for each in planned.predictions(shape()):
+        for each in planned.predict_for_links(shape())[0]:
             assert each.at_least <= each.seconds * (1 + 1e-9)
         reported = explain.explain(planned.planner, planned.schedule, shape())
         assert ("with the forward twice" in reported) == (remat == "layer")
@@ -572,9 +572,9 @@ def test_chunks_of_heads_hide_the_first_and_last_exchange_of_each_other() -> Non
     assert alone.choose_call(chunk).candidate.groups.chunks == 2
     best = several.choose_call(chunk)
     assert best.candidate.groups == Groups.of(4, q_heads=4, kv_heads=4, chunks=1)
-    for each in several.predictions(chunk):
+    for each in several.predict_for_links(chunk)[0]:
         assert each.at_least <= each.seconds * (1 + 1e-9) and not each.candidate.groups.keep
-    (same,) = (x for x in alone.predictions(chunk) if x.candidate == best.candidate)
+    (same,) = (x for x in alone.predict_for_links(chunk)[0] if x.candidate == best.candidate)
     for one, other in ((best.forward, same.forward), (best.backward, same.backward)):
         assert one and other and one.computing == other.computing
         assert one.seconds < 0.7 * other.seconds
@@ -612,7 +612,7 @@ def test_a_plan_is_made_for_what_it_recomputes() -> None:
 def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -> None:
     """This holds however far one rank is ahead of another."""
     planned = schedule(link(1e5), world=8, seqlen=8192, layout=layout)
-    for each in planned.predictions(shape()):
+    for each in planned.predict_for_links(shape())[0]:
         if each.forward is None or each.candidate.groups.query != count:
             continue
         passes = planned.passes(shape(), each.candidate.circulate, each.candidate.groups)

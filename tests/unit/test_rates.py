@@ -49,7 +49,7 @@ def test_all_that_is_taken_can_be_computed_with(slow: bool, seqlen: int, guessed
     planner = Planner(extreme(slow=slow), (0, 0, 1, 1), known, guessed)
     options = {"mask": Mask(), "layout": "auto", "route": "auto", "ulysses_degree": "auto"}
     planned = make_schedule(seqlen, **options, rank=0, world=4, planner=planner)
-    found = planned.predictions(known)
+    found = planned.predict_for_links(known)[0]
     assert all(math.isfinite(one.seconds) and one.seconds >= 0 for one in found)
     assert "chosen: " in explain(planned.planner, planned.schedule, known)
 

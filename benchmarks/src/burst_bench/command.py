@@ -15,9 +15,9 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from burst_attention.cli.check import DtypeName
 from burst_attention.cli.flags import MOST_RANKS, Count, Name, Ranks, check_settings, distinct
 from burst_attention.cli.tables import console_of_tables, print_table
-from burst_attention.kernels.contract import DtypeName
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 from burst_train.run.lock import RunFolderLock, claimed

@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -48,31 +48,20 @@ from .plan import Plan, plan_of, split_key
 from .sweep import sweep
 
 
+class _Options(TypedDict, total=False):
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    kernel: str
+
+
 @overload
 def burst_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    return_lse: Literal[True],
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kernel: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def burst_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    return_lse: Literal[False] = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kernel: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 def burst_attention(
     q: Tensor,

@@ -127,8 +127,6 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
-    chosen: dict[Shape, tuple[int, int]]  # results of split
-    settled: dict[tuple[Shape, Groups], Candidate]  # results of settle
     resolved: dict[tuple[Any, ...], Any]  # what calls of each kind resolved to: the kernel, the split, the program
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
@@ -147,7 +145,7 @@ class Plan:
         length, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
         handle = next(_HANDLES)
         vars(self).update(indices=indices or DeviceIndices(), length=length, key_length=keys, handle=handle)
-        vars(self).update(handle_text=str(handle), splits={}, chosen={}, settled={}, resolved={})
+        vars(self).update(handle_text=str(handle), splits={}, resolved={})
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -325,18 +323,13 @@ class Plan:
         Raises:
             ValueError: these heads can't be split as the strategy asks.
         """
-        if shape not in self.chosen:
-            groups = self.planner.choose_groups(self.schedule, shape)
-            self.chosen[shape] = groups.query, self.schedule.slice_length(groups) if groups.keep else 0
-        return self.chosen[shape]
+        groups = self.planner.choose_groups(self.schedule, shape)
+        return groups.query, self.schedule.slice_length(groups) if groups.keep else 0
 
     def settle(self, shape: Shape, groups: Groups) -> Candidate:
-        """Return a call's chunks and what circulates, for a split of heads; decided once for each shape."""
-        found = self.settled.get((shape, groups))
-        if found is None:
-            self.usage.note_kind(shape, groups)
-            found = self.settled[shape, groups] = self.planner.settle(self.schedule, shape, groups)
-        return found
+        """Return a call's chunks and what circulates, for a split of heads; note the kind of call."""
+        self.usage.note_kind(shape, groups)
+        return self.planner.settle(self.schedule, shape, groups)
 
     def decide_splits(self) -> None:
         """Decide how to split the heads of expected calls, and of calls like earlier ones.

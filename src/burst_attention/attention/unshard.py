@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
 from ..kernels.contract import accumulation_dtype
+from ..plan.layout import Layout
 from .passes import check_batches, check_transforms, differentiable_once
-
-
-class Places(Protocol):
-    """Which of the global rows each rank holds; a :class:`~burst_attention.plan.layout.Layout` is one."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    @property
-    def gather_order(self) -> np.ndarray: ...
-    @property
-    def seqlen(self) -> int: ...
-    @property
-    def description(self) -> str: ...
-    def places(self, rank: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
 class _Reshard:
     name: str  # of the call, in errors
-    layout: Places
+    layout: Layout
     transport: Transport
     dim: int
     grad: str
@@ -73,7 +59,7 @@ class _Reshard:
             return move(dy, phase="backward", number=number)
 
 
-def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
+def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
     call = _agreed("unshard", x, dim, length, "this rank's", grad, layout, transport, agreement)
@@ -82,7 +68,7 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport
     return whole
 
 
-def sum_shards(x: Tensor, dim: int, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
+def sum_shards(x: Tensor, dim: int, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.sum_shards`."""
     call = _agreed("sum_shards", x, dim, layout.seqlen, "the sequence's", "sum", layout, transport, agreement)
     with transport.health.failing("sum_shards"):
@@ -97,7 +83,7 @@ def _agreed(
     length: int,
     whose: str,
     grad: str,
-    layout: Places,
+    layout: Layout,
     transport: Transport,
     agreement: Agreement,
 ) -> _Reshard:

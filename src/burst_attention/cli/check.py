@@ -12,12 +12,12 @@ import tyro
 from rich.console import Console
 
 from ..kernels import KERNELS
-from ..kernels.contract import DtypeName
+from ..kernels.contract import DTYPES
 from ..launch import local as launch
 from ..plan.assignment import CIRCULATIONS
-from ..plan.layout import LAYOUTS, LayoutName
+from ..plan.layout import LAYOUTS
 from ..plan.mask import Mask
-from ..plan.route import RouteOrAuto
+from ..plan.route import ROUTES
 from ..testing import Case, Report, check
 from .flags import DeviceOrAuto, NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
 from .numbers import numbers
@@ -45,10 +45,16 @@ def _every_second(count: int) -> torch.Tensor:
 
 if TYPE_CHECKING:
     MaskName: TypeAlias = str
+    LayoutName: TypeAlias = str
+    DtypeName: TypeAlias = str
     CirculateName: TypeAlias = str
+    RouteName: TypeAlias = str
 else:
     MaskName = Literal[*MASKS]
+    LayoutName = Literal[*LAYOUTS]
+    DtypeName = Literal[*(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
     CirculateName = Literal[*CIRCULATIONS, "auto"]
+    RouteName = Literal["auto", *ROUTES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class CheckArguments:
     layouts: Annotated[tuple[LayoutName, ...], distinct] = tuple(LAYOUTS)
     dtypes: Annotated[tuple[DtypeName, ...], distinct] = ("float64", "bfloat16")
     circulate: Annotated[tuple[CirculateName, ...], distinct] = tuple(CIRCULATIONS)
-    route: RouteOrAuto = "auto"
+    route: RouteName = "auto"
     kernel: str = "auto"
     """A name from burst_attention.kernels.KERNELS, or auto."""
     q_heads: Size = 4

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ from ..plan.tile import Tile, Tiles
 HALVES = (torch.bfloat16, torch.float16)
 WIDEST = 256  # maximum head dimension of GPU kernels
 DTYPES = (torch.float64, torch.float32, *HALVES)
-if TYPE_CHECKING:
-    DtypeName: TypeAlias = str
-else:  # what command lines take
-    DtypeName = Literal[*(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

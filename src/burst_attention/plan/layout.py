@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -72,11 +72,6 @@ LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
 }
 
 STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
-
-if TYPE_CHECKING:
-    LayoutName: TypeAlias = str
-else:  # command lines accept these names
-    LayoutName = Literal[*LAYOUTS]
 
 
 def _stretch(given: Any) -> range:

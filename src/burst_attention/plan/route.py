@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from .groups import Groups, Ranks
 from .rows import Payload, Rows, Side
@@ -210,8 +210,3 @@ def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int
 
 
 ROUTES = {name: Route(name) for name in ("direct", "ring-attention", "nodes")}
-
-if TYPE_CHECKING:
-    RouteOrAuto: TypeAlias = str
-else:  # command lines and configurations accept these names
-    RouteOrAuto = Literal["auto", *ROUTES]

@@ -69,7 +69,7 @@ def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidat
     """Return a line with the predicted seconds of other Ulysses degrees, for one row of a batch, fastest first."""
     if schedule.strategy.ulysses_degree == 1 or not schedule.route.direct:
         return []
-    found = [each for each in planner.predictions(schedule, shape) if each.candidate != chosen]
+    found = [each for each in planner.predict_for_links(schedule, shape)[0] if each.candidate != chosen]
     best: dict[int, Prediction] = {}  # of each Ulysses degree
     for each in sorted(found, key=lambda each: (each.forward is None, each.seconds)):
         best.setdefault(each.candidate.groups.query, each)

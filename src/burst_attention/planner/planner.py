@@ -258,10 +258,6 @@ class Planner:
         wire, *_ = self.wires(schedule.layout.world)
         return passes(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
 
-    def predictions(self, schedule: Schedule, shape: Shape) -> list[Prediction]:
-        """Predict all candidates, the simplest first."""
-        return self.predict_for_links(schedule, shape)[0]
-
     def predict_for_links(
         self,
         schedule: Schedule,
@@ -271,7 +267,7 @@ class Planner:
         alike: bool = True,
         share: Share | None = None,
     ) -> list[list[Prediction]]:
-        """Predict as :meth:`predictions` does, for each of :meth:`wires`; ``given``: the allowed splits of heads.
+        """Predict all candidates, the simplest first, for each of :meth:`wires`; ``given``: the splits of heads to try.
 
         ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
         ranks call this together, and divide the simulations among them.

@@ -92,7 +92,7 @@ def ways(setting: CallSetting, rates: Rates) -> dict[Choice, float]:
     found = dict([picked(setting, rates)])
     for layout in ("zigzag", "contiguous"):
         planner, schedule = setting.planned(rates, layout)
-        predictions = planner.predictions(schedule, setting.shape)
+        predictions = planner.predict_for_links(schedule, setting.shape)[0]
         run = sorted((each for each in predictions if each.forward), key=lambda each: each.seconds)
         first_of_each = {each.candidate.groups.query: each for each in reversed(run)}
         found |= {Choice(layout, each.candidate): each.seconds for each in first_of_each.values()}
