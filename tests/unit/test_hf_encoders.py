@@ -122,6 +122,16 @@ def test_unknown_scores_are_refused(change):
         own_attention._over_shards(module, plans, module.forward, (x, x, x, change), {})
 
 
+def test_a_fused_attention_over_a_shard_alone_is_refused():
+    class Fused(Biased):
+        def forward(self, q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    module, x = Fused(), torch.randn(2, 2, 8, 4)
+    with pytest.raises(ValueError, match="Fused hides its attention scores, which is not known here"):
+        own_attention._over_shards(module, own_attention.Plans.of(make_plan(8)), module.forward, (x, x, x), {})
+
+
 class Dropping(Biased):
     """An attention with dropout of its weights, by a function."""
 

@@ -114,8 +114,8 @@ class _Products(TorchFunctionMode):
         if scores := next((each for each in args if isinstance(each, _Scores)), None):
             return scores.changed_by(func, args, kwargs)
         name, factors, scale = _name(func), args, 1.0
-        if name == "scaled_dot_product_attention":
-            return self._fused(*args, **kwargs)
+        if name == "scaled_dot_product_attention":  # only if the layer's implementation is torch's, not ours
+            raise self._layer.refuse("hides")
         if name == "baddbmm" and len(args) == 3 and not args[0].any():
             name, factors, scale = "bmm", args[1:], float(kwargs.get("alpha", 1.0))
         if name in ("matmul", "bmm") and len(factors) == 2:
@@ -123,12 +123,6 @@ class _Products(TorchFunctionMode):
             if a.dim() >= 3 and a.shape[-2] == tokens == b.shape[-1] and a.shape[-1] == b.shape[-2]:
                 return _Scores(self._layer, a, b.transpose(-1, -2), scale)
         return func(*args, **kwargs)
-
-    def _fused(self, q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any) -> Tensor:
-        scale = options.pop("scale", None)
-        if attn_mask is not None or not options.pop("is_causal", False) or options:
-            raise self._layer.refuse("masks")
-        return self._layer.attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
 
 
 def _name(func: Any) -> str:
