@@ -30,8 +30,8 @@ from burst_attention.cli.flags import (
     flag,
     number,
     require,
+    whole_number,
 )
-from burst_attention.cli.numbers import whole_number
 from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import strategy_of
 

@@ -19,8 +19,7 @@ from ..plan.layout import LAYOUTS
 from ..plan.mask import Mask
 from ..plan.route import ROUTES
 from ..testing import Case, Report, check
-from .flags import DeviceOrAuto, NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
-from .numbers import numbers
+from .flags import NUMBERS, DeviceOrAuto, NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
 from .tables import print_table
 
 COMMAND = "burst check"
@@ -117,7 +116,7 @@ def cases(arguments: CheckArguments, device: str) -> list[Case]:
 
 def main(arguments: list[str]) -> int:
     """Run ``burst check``; return the exit status: 0 if all cases pass, 1 if one fails, 2 for invalid arguments."""
-    parsed = tyro.cli(CheckArguments, prog=COMMAND, args=arguments, registry=numbers())
+    parsed = tyro.cli(CheckArguments, prog=COMMAND, args=arguments, registry=NUMBERS)
     return launch.start_checked(COMMAND, _check, parsed)
 
 

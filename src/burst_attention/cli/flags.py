@@ -1,4 +1,4 @@
-"""Rules for flag values, kept in the annotations of the settings and checked by :func:`check_settings`."""
+"""Flag values: integers with units (4096, 128K, 1M), and rules in the annotations of settings."""
 
 from __future__ import annotations
 
@@ -6,12 +6,35 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+import tyro
+
+UNITS = {"K": 1 << 10, "M": 1 << 20}
 MOST = 2**31  # of any count: its square, such as a mask's area, must fit an int64
 MOST_RANKS = 1024
 MOST_SECONDS = 1e9
 
+NUMBERS = tyro.constructors.ConstructorRegistry()  # for ``tyro.cli(registry=...)``: integers by whole_number
+
 # A rule returns the complaint that follows the flag's name in the error, or an empty string if the value is valid.
 Rule: TypeAlias = Callable[[Any], str]
+
+
+def whole_number(text: str) -> int:
+    """Parse an integer; K multiplies it by 1024, M by 1024 times 1024. Raise ValueError for other text."""
+    return int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text)
+
+
+@NUMBERS.primitive_rule
+def _integers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda args: whole_number(args[0]),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def whole(least: int = 1, most: int = MOST) -> Rule:

@@ -15,6 +15,7 @@ import tyro
 
 from ..launch import local as launch
 from .flags import (
+    NUMBERS,
     Count,
     DeviceOrAuto,
     NonNegative,
@@ -26,7 +27,6 @@ from .flags import (
     require,
     whole,
 )
-from .numbers import numbers
 
 COMMAND = "burst generate"
 TOKENS = "tokens.json"  # in a saved cache's folder: the ids of its text, and their digest
@@ -139,7 +139,7 @@ class _Streamer:
 
 def main(arguments: list[str]) -> int:
     """Run ``burst generate``; return the exit status: 0, 1 after a failure, 2 for invalid arguments."""
-    parsed = tyro.cli(GenerateArguments, prog=COMMAND, args=arguments, registry=numbers())
+    parsed = tyro.cli(GenerateArguments, prog=COMMAND, args=arguments, registry=NUMBERS)
     if parsed.prompt == "-" and launch.started_by_torchrun():
         shared = ValueError("--prompt -: torchrun's ranks share one standard input; pass a file")
         return launch.print_error(COMMAND, shared)

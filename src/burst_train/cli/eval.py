@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 
-from burst_attention.cli.numbers import numbers
+from burst_attention.cli.flags import NUMBERS
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch import local as launch
 
@@ -27,7 +27,7 @@ QUIET = 10.0  # seconds between two lines of progress when the output is not a t
 
 def main(arguments: list[str]) -> int:
     """Run ``burst eval``; the status is 0 if a strategy ran, 1 if one failed, and 2 if the arguments are refused."""
-    config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments, registry=numbers())
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments, registry=NUMBERS)
     launch.prepare("burst_train.step.evaluate")
     try:
         config.check()

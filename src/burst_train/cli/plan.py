@@ -13,8 +13,7 @@ import tyro
 from rich.console import Console
 
 from burst_attention.attention.hardware import resolve_rates
-from burst_attention.cli.flags import Count, Length, Name, Positive, check_settings, require, whole
-from burst_attention.cli.numbers import numbers
+from burst_attention.cli.flags import NUMBERS, Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.tables import print_table
 from burst_attention.launch import local as launch
 from burst_attention.planner.choice import TIE
@@ -238,7 +237,7 @@ def command(request: ForecastRequest, flags: str) -> str:
 def main(arguments: list[str]) -> int:
     """Run ``burst plan`` and return the exit status."""
     flat = (tyro.conf.OmitArgPrefixes,)
-    parsed = tyro.cli(PlanArguments, prog=COMMAND, args=arguments, registry=numbers(), config=flat)
+    parsed = tyro.cli(PlanArguments, prog=COMMAND, args=arguments, registry=NUMBERS, config=flat)
     try:
         parsed.check()
         request = parsed.request()

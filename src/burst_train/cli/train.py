@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from burst_attention.cli.numbers import numbers
+from burst_attention.cli.flags import NUMBERS
 from burst_attention.launch import local as launch
 from burst_attention.launch.processes import INTERRUPTED, UNSAVED
 
@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def _parse(arguments: list[str]) -> TrainArguments:
-    cli = partial(tyro.cli, TrainArguments, prog=COMMAND, args=_resume_spelled_out(arguments), registry=numbers())
+    cli = partial(tyro.cli, TrainArguments, prog=COMMAND, args=_resume_spelled_out(arguments), registry=NUMBERS)
     parsed, settings = cli(), dict[str, Any]()
     from ..run.metrics import without_auto  # not before --help has been answered
 
