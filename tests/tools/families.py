@@ -34,7 +34,6 @@ from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import known, stub_forward
-from burst_attention.integrations.hf import models as model_checks
 from burst_attention.integrations.hf.attention import Attention
 from burst_attention.integrations.hf.parts import attention_configs
 from burst_attention.integrations.hf.stub_forward import body_of, run_body
@@ -432,7 +431,7 @@ def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
     if any(map(known.is_counted, model.modules())):
         found.add("positions")
     text = config.get_text_config(decoder=True)
-    if model_checks.CHUNKED in (getattr(text, "layer_types", None) or ()):
+    if known.CHUNKED in (getattr(text, "layer_types", None) or ()):
         found.add("chunks")
     return found
 

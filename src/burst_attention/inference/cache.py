@@ -19,7 +19,7 @@ from burst_attention.attention.batch import Reach, digest_text
 from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
-from burst_attention.integrations.hf import tensor_axis
+from burst_attention.integrations.hf import known, tensor_axis
 from burst_attention.integrations.hf.cached import SHORT
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
@@ -29,9 +29,7 @@ from . import files
 from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
-_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
-_RECURRENT = ("linear_attention", "conv")
-_EMPTY = ("mlp", "moe")
+_KINDS = ("full_attention", "sliding_attention", known.CHUNKED, "linear_attention", "conv", "mlp", "moe")
 _ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 
@@ -238,14 +236,14 @@ class ShardedCache(DealtCache):
                 "the cache; call past_key_values.reset() on every rank, or make ShardedCache(model.config)"
             )
         if turn or model not in self._models:  # a sample finds writes to ``.data``, which no version counts
-            found, known = weights(), self.weights or {}
-            other = [name for name in found.keys() & known.keys() if found[name] != known[name]]
+            found, earlier = weights(), self.weights or {}
+            other = [name for name in found.keys() & earlier.keys() if found[name] != earlier[name]]
             if other:
                 raise ValueError(
                     f"past_key_values is the cache of another model: its weights differ ({min(other)}); make "
                     "ShardedCache(model.config)"
                 )
-            self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
+            self.weights = {**found, **earlier}  # sharded weights are unknown, so the names may differ
             self._models[model] = versions
 
     def move(self, device: torch.device) -> None:
@@ -402,13 +400,13 @@ def _check_chunk(chunk: Any, world: int) -> int | None:
 
 def _layers_of(config: Any) -> list[Layer]:
     """Return an empty layer for each layer of a configuration."""
-    for attribute in ("layer_types", "layers_block_type", "block_types"):
-        for kind in (kinds := getattr(config, attribute, None) or ()):
-            if kind not in (*_ATTENTIONS, *_RECURRENT, *_EMPTY):
+    for attribute, listed in known.layer_lists(config):
+        for kind in listed:
+            if kind not in _KINDS:
                 raise ValueError(
                     f"{attribute} of the configuration has {kind!r}, which has no cache over ranks; {_ALONE}"
                 )
-        if kinds and not any(kind in _ATTENTIONS for kind in kinds):
+        if listed and not any(known.LAYERS[kind] == "attention" for kind in listed):
             raise ValueError(
                 f"{attribute} of the configuration has no attention, so its states have a fixed size and need no "
                 f"cache over ranks; {_ALONE}"
@@ -420,13 +418,10 @@ def _layers_of(config: Any) -> list[Layer]:
         )
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
-    kinds = getattr(config, "layer_types", None) or _ATTENTIONS[:1] * config.num_hidden_layers
-    made: dict[str, Callable[[], Layer]] = {
-        **dict.fromkeys(_RECURRENT, StateLayer),
-        **dict.fromkeys(_EMPTY, EmptyLayer),
-    }
-    reaches = zip(kinds, layer_windows(config), strict=True)
-    return [made[kind]() if kind in made else ShardedLayer(reach) for kind, reach in reaches]
+    kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
+    fixed: dict[str, Callable[[], Layer]] = {"state": StateLayer, "nothing": EmptyLayer}
+    layers = ((known.LAYERS[kind], reach) for kind, reach in zip(kinds, layer_windows(config), strict=True))
+    return [fixed[passes]() if passes in fixed else ShardedLayer(reach) for passes, reach in layers]
 
 
 def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:

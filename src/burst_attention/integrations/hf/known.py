@@ -51,8 +51,14 @@ _MECHANISMS = (
     ("gated delta", _GATED_DELTA, "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"),
 )
 _MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
-# Kinds of layers in configurations that have one mixer each.
-LISTED = names("linear_attention conv hybrid mamba mamba2")
+CHUNKED = "chunked_attention"
+# What passes between the tokens of a layer, by the layer's kind in a configuration's lists.
+LAYERS: Mapping[str, str] = {
+    **dict.fromkeys(("full_attention", "sliding_attention", CHUNKED), "attention"),
+    **dict.fromkeys(("attention", "global_attention", "local_attention"), "attention"),
+    **dict.fromkeys(("linear_attention", "conv", "hybrid", "mamba", "mamba2"), "state"),  # one mixer each
+    **dict.fromkeys(("mlp", "moe", "dense", "sparse"), "nothing"),
+}
 # Attentions that compute their scores themselves, by the folder of their modeling file (``own_attention``).
 SCORES = names(
     """
@@ -163,6 +169,14 @@ REFUSED_VARIANTS = {
     "VeloraLinearVariant": "compresses along the mean of all tokens in its input, but a rank has only a shard",
 }
 UNKNOWN_ADAPTER = "is not among the PEFT adapters known to treat each token independently"
+
+
+def layer_lists(config: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield (attribute, kinds of layers) for each list of layers in a configuration."""
+    for attribute in ("layer_types", "layers_block_type", "block_types"):
+        kinds = getattr(config, attribute, None)
+        if isinstance(kinds, (list, tuple)):
+            yield attribute, [*kinds]
 
 
 def is_called(module: nn.Module, role: str) -> bool:

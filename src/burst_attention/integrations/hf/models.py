@@ -28,9 +28,6 @@ from . import converted, known, parts, stub_forward
 from .checks import check_rope, running
 from .parts import ALONE, NAME
 
-CHUNKED = "chunked_attention"
-_ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention", CHUNKED}
-_LAYER_TYPES = _ATTENTIONS | known.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
 DOCUMENT = 7  # tokens of a document in the measurement of check_model; a number that sizes of layers rarely have
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -89,10 +86,9 @@ def check_layers(config: Any) -> None:
     """Refuse a configuration that lists layers other than self-attention."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"is_encoder_decoder=True of the configuration: cross-attention is not supported; {ALONE}")
-    for attribute in ("layer_types", "layers_block_type", "block_types"):
-        kinds = getattr(config, attribute, None)
-        for kind in kinds if isinstance(kinds, (list, tuple)) else ():
-            if kind not in _LAYER_TYPES:
+    for attribute, kinds in known.layer_lists(config):
+        for kind in kinds:
+            if kind not in known.LAYERS:
                 why = known.REFUSED_LAYERS.get(kind, known.OTHER_LAYER)
                 raise ValueError(
                     f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
@@ -115,7 +111,7 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     chunk = getattr(config, "attention_chunk_size", None)
-    reaches = {"sliding_attention": window, CHUNKED: Chunked(chunk) if chunk else None}
+    reaches = {"sliding_attention": window, known.CHUNKED: Chunked(chunk) if chunk else None}
     reaches["local"] = getattr(config, "window_size", None)  # GPT Neo
     return [reaches.get(kind) for kind in kinds]
 

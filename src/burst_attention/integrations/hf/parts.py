@@ -136,10 +136,9 @@ def check_structure(model: nn.Module) -> None:
         reason = _reason(module)
         if reason:
             raise ValueError(f"{_shown(name, module)} {reason}, and each rank would see only its shard; {ALONE}")
-    config: Any = getattr(model, "config", None)
-    for attribute in ("layer_types", "layers_block_type"):  # unknown mixers may have harmless names, such as ...Layer
-        kinds = getattr(config, attribute, None)
-        listed = [kind for kind in kinds if kind in known.LISTED] if isinstance(kinds, (list, tuple)) else []
+    # Unknown mixers may have harmless names, such as ...Layer.
+    for attribute, kinds in known.layer_lists(getattr(model, "config", None)):
+        listed = [kind for kind in kinds if known.LAYERS.get(kind) == "state"]
         if len(mixers) < len(listed):
             raise ValueError(
                 f"{attribute} of the configuration has {listed[0]!r} {len(listed)} times, but {type(model).__name__} "
