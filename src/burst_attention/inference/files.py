@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -85,28 +86,35 @@ def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
 
 def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[Any], *, rank: int, world: int) -> None:
     """Fill layers with those pages that this rank holds among ``world`` ranks, and with all states."""
-    for number, layer in enumerate(layers):
-        if isinstance(layer, StateLayer):
-            _read_state(folder / files[0]["name"], number, layer)
-        found = [*_own_parts(folder, files, number, rank, world)]
-        if not found:
-            continue
-        keys, values, every = zip(*found, strict=True)
-        slots = np.concatenate(every)
-        order = np.argsort(slots, kind="stable")
-        at = torch.from_numpy(order)
-        key, value = (torch.cat(parts, 2).index_select(2, at) for parts in (keys, values))
-        layer.store(key, value, slots[order])
-
-
-def _read_state(path: Path, number: int, layer: StateLayer) -> None:
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:
-        columns = file.get_tensor(f"{number}.columns")
-        layer.update_conv_state(columns, conv_kernel_size=columns.shape[2])
-        if f"{number}.state" in file.keys():  # noqa: SIM118, the file is not a mapping
-            layer.update_recurrent_state(file.get_tensor(f"{number}.state"))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(folder / each["name"], "pt")) for each in files]
+        slots = [json.loads(file.metadata()["slots"]) for file in opened]
+        for number, layer in enumerate(layers):
+            held = [n for n, file in enumerate(opened) if f"{number}.keys" in file.keys()]  # noqa: SIM118, no mapping
+            if isinstance(layer, StateLayer):
+                columns = opened[0].get_tensor(f"{number}.columns")
+                layer.update_conv_state(columns, conv_kernel_size=columns.shape[2])
+                if f"{number}.state" in opened[0].keys():  # noqa: SIM118
+                    layer.update_recurrent_state(opened[0].get_tensor(f"{number}.state"))
+            elif held:
+                _read_pages(layer, number, [(opened[n], slots[n][number]) for n in held], rank, world)
+
+
+def _read_pages(layer: ShardedLayer, number: int, files: list[tuple[Any, Any]], rank: int, world: int) -> None:
+    """Fill a layer with this rank's pages of files, given with the ranges of slots that they hold."""
+    keys, values, own = [], [], []
+    for file, ranges in files:
+        slots = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in ranges)])
+        mine = np.flatnonzero(slots // PAGE % world == rank)
+        keys.append(file.get_tensor(f"{number}.keys").index_select(2, torch.from_numpy(mine)))
+        values.append(file.get_tensor(f"{number}.values").index_select(2, torch.from_numpy(mine)))
+        own.append(slots[mine])
+    every = np.concatenate(own)
+    order = np.argsort(every, kind="stable")
+    key, value = (torch.cat(parts, 2).index_select(2, torch.from_numpy(order)) for parts in (keys, values))
+    layer.store(key, value, every[order])
 
 
 def digest_of_file(path: Path) -> str:
@@ -116,24 +124,6 @@ def digest_of_file(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _own_parts(
-    folder: Path, files: Sequence[dict[str, Any]], number: int, rank: int, world: int
-) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Yield keys, values and slots of a layer that this rank holds, from each file."""
-    from safetensors import safe_open
-
-    for each in files:
-        with safe_open(folder / each["name"], "pt") as file:
-            ranges = json.loads(file.metadata()["slots"])[number]
-            if f"{number}.keys" not in file.keys():  # noqa: SIM118, the file is not a mapping
-                continue
-            slots = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in ranges)])
-            mine = np.flatnonzero(slots // PAGE % world == rank)
-            at = torch.from_numpy(mine)
-            key, value = (file.get_tensor(f"{number}.{name}").index_select(2, at) for name in ("keys", "values"))
-            yield key, value, slots[mine]
 
 
 def _digest_of_content(content: dict[str, Any]) -> str:
