@@ -57,7 +57,7 @@ def model(plan):
 
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank
     "burst_attention": ("burst_attention.attention.call.check_types", attention),
-    "burst_attention as an operator": ("burst_attention.attention.call.kernel_for", attention),
+    "burst_attention as an operator": ("burst_attention.attention.call.choose", attention),
     "make_plan": ("burst_attention.attention.new_plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
     "sum_shards": ("burst_attention.attention.unshard.check_transforms", sum_shards),

@@ -50,13 +50,13 @@ def test_opcheck(mask, dtype):
     torch.library.opcheck(attend, (q, k, v, sinks, plan.handle, None, 0.8, *more, 15, True, FORMULA_VERSION))
     out, lse, settled, *kept = attend(q, k, v, None, plan.handle, 0.5, None, *more, 7, True, FORMULA_VERSION)
     assert [x.shape for x in kept] == [(0,)] * 5
-    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0, False, None, True)
+    assert Settled.unpack(settled) == Settled(0, 0, 0.5, of_lse=True)
     qkv, saved = [x.detach() for x in (q, k, v)], [x.detach() for x in (out, lse, settled)]
     dout, dlse = torch.randn_like(saved[0]), torch.randn_like(saved[1])
     # Second derivatives are not supported, so the gradients have no gradients.
     without = ("test_schema", "test_faketensor")
     for of_lse, given in ((dlse, None), (None, None), (dlse, sinks.detach())):
-        arguments = (dout, of_lse, *qkv, given, *saved, plan.handle, 1, 0, False, 2)
+        arguments = (dout, of_lse, *qkv, given, *saved, plan.handle, 0, False, 2)
         torch.library.opcheck(attend_backward, arguments, test_utils=without)
 
 
@@ -116,7 +116,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (20, "1181f56248b0")
+LAST = (21, "78bacf32bb64")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -141,8 +141,8 @@ def refused_lse_gradient(group=None):
     plan = make_plan(33, group=group, strategy=Strategy(ulysses_degree=2, cache_qkv=True))
     q, k, v = shards(plan, grad=False)
     heads, rows = split_heads(q, k, v, plan)
-    how = {"heads": heads, "cached_rows": rows, "cached_results": True}
-    more = {"wanted": 7, "return_lse": False, "formula_version": FORMULA_VERSION}
+    how = {"cached_rows": rows, "cached_results": True}
+    more = {"heads": heads, "wanted": 7, "return_lse": False, "formula_version": FORMULA_VERSION}
     out, lse, settled, *kept = attend(q, k, v, None, plan.handle, None, None, "auto", **how, **more)
     saved, dlse = (*kept[:3], None, *kept[3:], settled, plan.handle), torch.ones_like(lse)
     assert attend_backward(out, None, *saved, **how, kv_heads=2)[0].abs().max() > 0

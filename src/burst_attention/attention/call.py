@@ -19,9 +19,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..comm.link import real
 from ..kernels import choose
-from ..kernels.contract import DTYPES, Kernel, accumulation_dtype, converted, finite_lse, wire_dtype
+from ..kernels.contract import DTYPES, accumulation_dtype, converted, finite_lse, wire_dtype
 from ..plan.groups import Groups
-from ..plan.mask import Mask
 from ..plan.program import Program
 from ..plan.rows import Direction, Side
 from .hardware import shape_of
@@ -29,6 +28,7 @@ from .passes import (
     SETTLED,
     Backward,
     Forward,
+    Kind,
     Settled,
     Tensors,
     cache,
@@ -141,7 +141,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 20
+FORMULA_VERSION = 21
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -268,24 +268,11 @@ def _split_heads(
 setattr(_split_heads, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def kernel_for(
-    name: str,
-    mask: Mask,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    softcap: float | None = None,
-) -> Kernel:
-    """Return the kernel that a call under ``mask`` uses."""
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "head_dims": head_dims, "softcap": softcap}
-    return choose(name, documents=mask.parts, banded=mask.window is not None, **how)
-
-
 def shared_fields(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, groups: Groups, call: Settled, wanted: list[bool], sinks: Any
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, call: Settled, wanted: list[bool], sinks: Any
 ) -> dict[str, Any]:
     """What all ranks must pass equally. The values of ``sinks`` are a parameter's, which ranks keep equal."""
+    kind = plan.kinds[call.kind]
     return {
         **plan.schedule.description,
         "batch": q.shape[0],
@@ -296,13 +283,13 @@ def shared_fields(
         "dtype": str(q.dtype),
         "device": q.device.type,
         "scale": call.scale,
-        "circulate": call.circulate,
-        "ulysses_degree": groups.query,
-        "cache_qkv": groups.keep,
-        "chunks": call.chunks,
-        "gather_kv": call.gather,
-        "kernel": call.kernel,
-        "softcap": call.softcap,
+        "circulate": kind.circulate,
+        "ulysses_degree": kind.groups.query,
+        "cache_qkv": kind.groups.keep,
+        "chunks": kind.groups.chunks,
+        "gather_kv": kind.groups.gather,
+        "kernel": kind.kernel.name,
+        "softcap": kind.softcap,
         "sinks": None if sinks is None else str(sinks.dtype),
         "gradients wanted by q, k, v, sinks": wanted,
     }
@@ -325,20 +312,22 @@ def prepare_forward(
         check_tensors(q, k, v, plan.length, plan.keys_apart)
     plan.transport.check_device(q.device)
     sizes: dict[str, Any] = {"q_heads": q.shape[1], "kv_heads": k.shape[1]}
-    head_dims, kind, ordered = (q.shape[3], v.shape[3]), kept(keeping), torch.are_deterministic_algorithms_enabled()
-    key = (kernel, softcap, heads, *kind.values(), q.shape[0], *sizes.values(), *head_dims, q.dtype, q.device, ordered)
+    cached, dims, ordered = len(keeping or ()), (q.shape[3], v.shape[3]), torch.are_deterministic_algorithms_enabled()
+    key = (kernel, softcap, heads, cached, q.shape[0], *sizes.values(), *dims, q.dtype, q.device, ordered)
     if key not in plan.resolved:
-        groups = Groups.of(heads, **sizes, **kind)
-        chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
+        groups = Groups.of(heads, **sizes, keep=cached > 0, results=cached > 3)
+        seen: dict[str, Any] = {"documents": plan.mask.parts, "banded": plan.mask.window is not None}
+        chosen = choose(kernel, **seen, device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
-        groups, circulate = plan.settle(shape, groups)
-        plan.resolved[key] = chosen, groups, circulate, plan.schedule.program(circulate, Direction.FORWARD, groups)
-    chosen, groups, circulate, program = plan.resolved[key]
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    call = Settled(0, scale, circulate, chosen.name, groups.chunks, groups.gather, softcap, of_lse=False)
+        plan.kinds.append(kind := Kind(chosen, softcap, *plan.settle(shape, groups)))
+        kind.programs[Direction.FORWARD] = plan.schedule.program(kind.circulate, Direction.FORWARD, kind.groups)
+        plan.resolved[key] = plan.kinds.index(kind)
+    call = Settled(0, plan.resolved[key], 1 / math.sqrt(q.shape[3]) if scale is None else scale, of_lse=False)
+    kind = plan.kinds[call.kind]
     q, k, v = map(dense_rows, (q, k, v))
     q, positive = signless(q, call.scale)
-    return program, Forward(q, k, v, positive, chosen, groups, keeping), call
+    work = Forward(q, k, v, positive, kind.kernel, kind.groups, keeping)
+    return kind.programs[Direction.FORWARD], work, call
 
 
 def prepare_backward(
@@ -350,24 +339,14 @@ def prepare_backward(
     plan: Plan,
     forward: Settled,
     *,
-    heads: int,
-    kv_heads: int,
     keeping: Tensors | None = None,
     results: Tensors | None = None,
 ) -> tuple[Program, Backward]:
     """Return the program and the pass of a call's backward."""
     plan.transport.check_device(q.device)
-    head_dims, kind = (q.shape[3], v.shape[3]), kept(keeping)
-    settled = forward.kernel, forward.softcap, forward.circulate, forward.chunks, forward.gather
-    key = (*settled, heads, *kind.values(), q.shape[1], kv_heads, *head_dims, q.dtype, q.device)
-    if key not in plan.resolved:
-        how: dict[str, Any] = {"device": q.device, "dtype": q.dtype, "head_dims": head_dims}
-        kernel = kernel_for(forward.kernel, plan.mask, **how, softcap=forward.softcap)
-        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, chunks=forward.chunks, **kind)
-        groups = replace(groups, gather=forward.gather)
-        program = plan.schedule.program(forward.circulate, Direction.BACKWARD, groups)
-        plan.resolved[key] = kernel, groups, forward.circulate, program
-    kernel, groups, _, program = plan.resolved[key]
+    kind = plan.kinds[forward.kind]
+    if Direction.BACKWARD not in kind.programs:
+        kind.programs[Direction.BACKWARD] = plan.schedule.program(kind.circulate, Direction.BACKWARD, kind.groups)
     dout, q, k, v = map(dense_rows, (dout, q, k, v))
     q, scale = signless(q, forward.scale)  # the cached q has its sign already
     packed = None if stats is None else torch.stack((finite_lse(stats[0]), stats[1]), -1)
@@ -375,13 +354,8 @@ def prepare_backward(
         keeping = *keeping[:4], finite_lse(keeping[4])
     if results is not None:
         results = results[0], finite_lse(results[1])
-    work = Backward(dout, q, k, v, packed, scale, kernel, plan.world == 1, groups, keeping, results, forward.of_lse)
-    return program, work
-
-
-def kept(keeping: Tensors | None) -> dict[str, bool]:
-    """Return what a call caches, as arguments of :meth:`Groups.of`."""
-    return {"keep": keeping is not None, "results": len(keeping or ()) > 3}
+    how = kind.kernel, plan.world == 1, kind.groups, keeping, results, forward.of_lse
+    return kind.programs[Direction.BACKWARD], Backward(dout, q, k, v, packed, scale, *how)
 
 
 @torch.library.custom_op("burst_attention::attend", mutates_args=())
@@ -424,7 +398,7 @@ def attend(
         keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
         program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
-        fields = {**shared_fields(q, k, v, plan, work.groups, call, wants, sinks), "return_lse": return_lse}
+        fields = {**shared_fields(q, k, v, plan, call, wants, sinks), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields, once=True)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
@@ -451,14 +425,13 @@ def attend_backward(
     lse: Tensor,
     settled: Tensor,
     handle: int,
-    heads: int,
     cached_rows: int,
     cached_results: bool,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients.
 
-    in:     dO, dL; what the forward saved; the plan's handle; U and the number of key-value heads.
+    in:     dO, dL; what the forward saved; the plan's handle; the number of key-value heads.
     out:    dQ, dK, dV of this rank's shards; this rank's part of the sinks' gradient, empty without sinks.
     back:   D = rowsum(dO * O) - dL, at home, before anything circulates; in the kernel with ``cached_results`` and on a
             single rank.
@@ -481,11 +454,7 @@ def attend_backward(
     alone = plan.world == 1 and not forward.of_lse and sinks is None  # then the kernel computes D
     stats = None if cached_results or alone else (lse, row_delta(dout, out, dlse, lse.dtype))
     program, work = prepare_backward(
-        *(dout, q, k, v, stats, plan, forward),
-        heads=heads,
-        kv_heads=kv_heads,
-        keeping=kept,
-        results=(out, lse) if alone else None,
+        dout, q, k, v, stats, plan, forward, keeping=kept, results=(out, lse) if alone else None
     )
     number = plan.transport.health.note_backward(forward.number)
     with torch.autocast(q.device.type, enabled=False):
@@ -518,7 +487,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, ctx.handle, _, _, _, ctx.heads, ctx.cached_rows, ctx.cached_results, *_ = inputs
+    q, k, v, sinks, ctx.handle, _, _, _, _, ctx.cached_rows, ctx.cached_results, *_ = inputs
     out, lse, settled, *kept = output
     ctx.kv_heads, ctx.output_shape = k.shape[1], out.shape
     # A graph must not lose its plan. While a compiler traces there is no handle yet; the caller keeps the plan.
@@ -535,7 +504,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
         check_transforms("the backward of burst_attention", dout=dout, dlse=dlse)
     q, k, v, sinks, out, lse, settled = ctx.saved_tensors
     dout = out.new_zeros(ctx.output_shape) if dout is None else dout
-    how = ctx.heads, ctx.cached_rows, ctx.cached_results, ctx.kv_heads
+    how = ctx.cached_rows, ctx.cached_results, ctx.kv_heads
     *grads, of_sinks = attend_backward(dout, dlse, q, k, v, sinks, out, lse, settled, ctx.handle, *how)
     # Settings have no gradient.
     return (*grads, None if sinks is None else of_sinks, *(None for _ in ctx.needs_input_grad[4:]))

@@ -113,7 +113,7 @@ class _Call:
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._plan: Plan | None = None
         self._number = 0  # marks the messages of the pass that runs
-        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None, False)  # of all chunks
+        self._settled = Settled(0, 0, 0.0, of_lse=False)  # of all chunks
 
     def _entering(self, chunk: int) -> AbstractContextManager[None]:
         """Guard what precedes the agreement, which is the first chunk's. Sweeps run later ones, and mark the group."""
@@ -166,11 +166,11 @@ class _Call:
         q, k, v, plan = call.q, call.k, call.v, call.plan
         with self._entering(chunk):
             scale, cap = check_types(q, k, v, call.scale, call.kernel, softcap=call.softcap, sinks=call.sinks)
-            self._degree, _ = split_heads(q, k, v, plan)
+            degree, _ = split_heads(q, k, v, plan)
             program, work, settled = prepare_forward(
-                q, k, v, plan, scale=scale, softcap=cap, kernel=call.kernel, heads=self._degree
+                q, k, v, plan, scale=scale, softcap=cap, kernel=call.kernel, heads=degree
             )
-            fields = shared_fields(q, k, v, plan, work.groups, settled, [wanted] * 4, call.sinks)
+            fields = shared_fields(q, k, v, plan, settled, [wanted] * 4, call.sinks)
             fields["chunks of heads"] = self._projection.chunks
         if chunk == 0:
             plan.agreement.agree("burst_attention", fields, once=True)
@@ -205,10 +205,7 @@ class _Call:
                 at = slice(n * heads, (n + 1) * heads)
                 call = self._run(hidden, n, self._parts(weights, n))
                 tensors, stats = (dout(n), call.q, call.k, call.v), (lse[:, at], delta[:, at])
-                kv_heads = call.k.shape[1]
-                prepared = prepare_backward(
-                    *tensors, stats, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
-                )
+                prepared = prepare_backward(*tensors, stats, call.plan, self._settled)
                 of_sinks.append(None if call.sinks is None else sink_gradient(*stats, call.sinks))
                 del call, tensors, stats
                 yield prepared

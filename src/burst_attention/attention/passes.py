@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..kernels import KERNELS
 from ..kernels.contract import (
     BackwardInputs,
     Continuing,
@@ -32,8 +31,8 @@ from ..kernels.contract import (
     row_dot,
     wire_dtype,
 )
-from ..plan.assignment import CIRCULATIONS
 from ..plan.groups import WHOLE, Groups
+from ..plan.program import Program
 from ..plan.rows import Direction, Payload, Side
 from ..plan.tile import Tiles
 
@@ -213,7 +212,18 @@ class Backward:
 Pass = Forward | Backward
 
 
-SETTLED = 8  # numbers of a packed :class:`Settled`
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What all calls of one kind resolve to, for the forward and the backward. The plan keeps it."""
+
+    kernel: Kernel
+    softcap: float | None
+    groups: Groups
+    circulate: str
+    programs: dict[Direction, Program] = field(default_factory=dict)
+
+
+SETTLED = 4  # numbers of a packed :class:`Settled`
 
 
 @dataclass(frozen=True)
@@ -221,26 +231,19 @@ class Settled:
     """The forward's decisions, as an output tensor: only tensors reach the backward of a compiled graph."""
 
     number: int
+    kind: int  # in the plan's list
     scale: float
-    circulate: str
-    kernel: str
-    chunks: int
-    gather: bool
-    softcap: float | None
     of_lse: bool  # whether the lse was returned, so that it may have a gradient
 
     def pack(self) -> Tensor:
         """Return a float64 [SETTLED] tensor on the CPU."""
-        names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0, self.of_lse)
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.tensor((self.number, self.kind, self.scale, self.of_lse), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, chunks, gather, softcap, of_lse = packed.tolist()
-        names = tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)]
-        return cls(int(number), scale, *names, int(chunks), bool(gather), softcap or None, bool(of_lse))
+        number, kind, scale, of_lse = packed.tolist()
+        return cls(int(number), int(kind), scale, bool(of_lse))
 
 
 def signless(q: Tensor, scale: float) -> tuple[Tensor, float]:

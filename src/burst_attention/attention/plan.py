@@ -29,6 +29,7 @@ from ..planner.explain import explain
 from ..planner.planner import Planner
 from . import unshard as resharding
 from .hardware import checked_shape
+from .passes import Kind
 from .sweep import DeviceIndices
 
 MOST_CALLS = 16
@@ -127,7 +128,8 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
-    resolved: dict[tuple[Any, ...], Any]  # what calls of each kind resolved to: the kernel, the split, the program
+    kinds: list[Kind]  # what each kind of call resolved to
+    resolved: dict[tuple[Any, ...], Any]  # the split or the index of the kind, by what a call is given
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
     def __init__(
@@ -145,7 +147,7 @@ class Plan:
         length, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
         handle = next(_HANDLES)
         vars(self).update(indices=indices or DeviceIndices(), length=length, key_length=keys, handle=handle)
-        vars(self).update(handle_text=str(handle), splits={}, resolved={})
+        vars(self).update(handle_text=str(handle), splits={}, kinds=[], resolved={})
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

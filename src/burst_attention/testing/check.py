@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.call import burst_attention, kernel_for
+from ..attention.call import burst_attention
 from ..attention.hardware import shape_of
 from ..attention.new_plan import make_plan
 from ..attention.plan import Plan
-from ..kernels.contract import Kernel
 from ..plan.layout import Layout
 from ..plan.mask import Mask
 from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, GatherOrAuto, Strategy
@@ -223,7 +222,7 @@ def _half_row(
 ) -> Row:
     """Compare a bf16 or fp16 result; the bound is PyTorch's error on one device, whole or on this rank's rows."""
     expected = _shard(plan, name, oracle[name])
-    exact = _kernel(case).exact_partials(case.dtype)
+    exact = plan.kinds[0].kernel.exact_partials(case.dtype)
     if name == "lse":  # in fp32; stock kernels use a less accurate exponential for bf16 and fp16
         # Its relative error of 1e-4 is an absolute error of the lse, which may be near 0 where a row sees one key.
         floor = 0.0 if exact else 2 * math.sqrt(expected.isfinite().sum().item())
@@ -244,18 +243,6 @@ def _half_row(
         error, bound = relative_max(actual, expected, size), 1.25 * relative_max(theirs, truth, truth)
         return Row(name, plan.rank, MAX_ERROR, error, bound)
     return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1.5 * stock_error)
-
-
-def _kernel(case: Case) -> Kernel:
-    head_dims = case.head_dim, case.head_dim if case.v_head_dim is None else case.v_head_dim
-    return kernel_for(
-        case.kernel,
-        case.mask,
-        device=torch.device(case.device),
-        dtype=case.dtype,
-        head_dims=head_dims,
-        softcap=case.softcap,
-    )
 
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
@@ -288,7 +275,7 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
         for rank, theirs in enumerate(plan.exchange_small(figures))
         for n, row in enumerate(mine)
     ]
-    kernel = _kernel(case).name
+    kernel = plan.kinds[0].kernel.name
     keys = "" if case.keys is None else f" from {case.query_offset} over {case.keys.lengths} keys"
     title = (
         f"{plan.world} ranks, S={case.seqlen}{keys}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
