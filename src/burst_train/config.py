@@ -373,9 +373,7 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings in a file's content, by name.
 
     A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
-
-    Raises:
-        ValueError: a key is not a setting, or a value has the wrong type; names ``where`` and the key.
+    ValueError names ``where`` and a key that is not a setting, or whose value has the wrong type.
     """
     from pydantic import TypeAdapter, ValidationError
 

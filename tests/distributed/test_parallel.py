@@ -15,7 +15,7 @@ from burst_attention.plan.strategy import ALIASES, NAMED, strategy_of, text_of
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from burst_train.parallel import STRATEGIES, Heads, choose
-from burst_train.parallel.whole import whole_attention
+from burst_train.parallel.contract import whole_attention
 from burst_train.step.loop import train
 from burst_train.step.model import build_model
 from tests.support.training import config_of, losses, norms

@@ -18,7 +18,7 @@ from burst_attention.kernels.aten import CpuFlash
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import torch_attention
-from burst_train.parallel.whole import whole_attention
+from burst_train.parallel.contract import whole_attention
 from tests.support.schedules import plan_options
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
 from burst_train.checkpoint import files as checkpoint
-from burst_train.checkpoint import shards
+from burst_train.checkpoint import writer
 from burst_train.checkpoint.saving import Saver
 from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.cli.export import chosen
@@ -302,12 +302,12 @@ def test_before_the_first_save_a_deadline_leaves_it_the_time_that_its_bytes_take
         now[0] += wrote[-1][1] / 1000
 
     now = [0.0]
-    monkeypatch.setattr(shards, "write_tensors", write)
-    monkeypatch.setattr(shards.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer, "write_tensors", write)
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
     run = SimpleNamespace(config=config_of("none", tmp_path, steps=9, save_every="60m"), context=Alone(), step=1)
     run.held_out, run.model = None, torch.nn.Linear(100, 25, bias=False)  # 2,500 weights: with moments 30,000 bytes
     saver = Saver(run, StopRequests(80.0, clock=lambda: now[0]), lambda text: None, clock=lambda: now[0])
-    assert [size for _, size in wrote] == [shards.TRIAL // 8, shards.TRIAL]
+    assert [size for _, size in wrote] == [writer.TRIAL // 8, writer.TRIAL]
     assert saver._expected_save == pytest.approx(30.0)
     assert not wrote[0][0].parent.exists()
     saver.save = lambda: tmp_path / "saved"
@@ -320,12 +320,12 @@ def test_before_the_first_save_a_deadline_leaves_it_the_time_that_its_bytes_take
 
 def test_a_disk_is_tried_by_what_a_save_does_and_larger_saves_take_longer(tmp_path):
     began = time.monotonic()
-    few = shards.seconds_to_write(tmp_path / "a", 1000)
+    few = writer.seconds_to_write(tmp_path / "a", 1000)
     assert 0 < few <= time.monotonic() - began and {x.parent.name for x in tmp_path.rglob("*")} >= {"a"}
     began = time.monotonic()
-    assert shards.seconds_to_write(tmp_path / "b", 1000 * shards.TRIAL) > 10 * (time.monotonic() - began)
+    assert writer.seconds_to_write(tmp_path / "b", 1000 * writer.TRIAL) > 10 * (time.monotonic() - began)
     sizes = sorted(each.stat().st_size for each in (tmp_path / "b").iterdir())
-    assert shards.TRIAL < sizes[-1] < 1.01 * shards.TRIAL and len(sizes) == 2, "of a small part"
+    assert writer.TRIAL < sizes[-1] < 1.01 * writer.TRIAL and len(sizes) == 2, "of a small part"
 
 
 def test_a_clock_of_the_day_that_jumps_back_changes_nothing(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from burst_attention import DisagreementError, Mask, Strategy, burst_attention, 
 from burst_attention.compat import ring_flash_attn as compat
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import relative_l2
-from burst_train.parallel.whole import whole_attention
+from burst_train.parallel.contract import whole_attention
 
 SIGNS = (-0.7, 0.0, 0.3)
 CASE = Case(seqlen=44, q_heads=4, kv_heads=2, head_dim=8)

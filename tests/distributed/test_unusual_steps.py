@@ -14,7 +14,7 @@ from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from burst_train.data.sequences import open_sequences
 from burst_train.health.finite import Spikes
-from burst_train.parallel.parameters import SumByRank
+from burst_train.parallel.body import SumByRank
 from burst_train.step.loop import Trainer, train
 from burst_train.step.model import model_config
 from tests.support.training import config_of, records, summary_of

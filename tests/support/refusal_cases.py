@@ -23,7 +23,7 @@ from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_train import parallel
 from burst_train.data.corpus import open_corpus
-from burst_train.parallel.whole import whole_attention
+from burst_train.parallel.contract import whole_attention
 from burst_train.run.lock import claimed
 from tests.support import vision_models
 from tests.support.adapters import LORA, TUNERS

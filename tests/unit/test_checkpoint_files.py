@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from burst_attention import cli
 from burst_train.checked import parse_json
 from burst_train.checkpoint import files as checkpoint
-from burst_train.checkpoint import shards
+from burst_train.checkpoint import writer
 from burst_train.checkpoint.manifest import DamagedError, discard, fingerprint, read_state, seal
-from burst_train.checkpoint.shards import Pace, write_tensors
 from burst_train.checkpoint.state import Generators, State, read_generators, set_generators
+from burst_train.checkpoint.writer import Pace, write_tensors
 from burst_train.cli.export import chosen
 from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.lock import MARKER
@@ -289,7 +289,7 @@ NAMES = {"b": "I64", "a": "F32", "half": "BF16", "number": "F64", "none": "F32",
 
 @pytest.mark.parametrize("part", [3, 2**22])
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(shards, "PART", part)
+    monkeypatch.setattr(writer, "PART", part)
     path = tmp_path / "x.safetensors"
     digest = write_tensors(path, TENSORS, NAMES, {"format": "pt"}, Pace())
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == fingerprint(path).sha256
@@ -302,22 +302,22 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch, part):
 
 
 def test_it_rests_in_proportion_to_its_work_until_there_is_hurry(monkeypatch):
-    monkeypatch.setattr(shards, "AT_ONCE", 1)
+    monkeypatch.setattr(writer, "AT_ONCE", 1)
     times, rests, pace = iter([3.0, 3.0, 3.01, 3.01, 5.0, 5.0]), [], Pace()
     monkeypatch.setattr(time, "thread_time", lambda: next(times))
     monkeypatch.setattr(pace._hurry, "wait", rests.append)
     for _ in range(3):
         pace.rest()
-    assert rests == [pytest.approx(shards.REST * 0.01), shards.LONGEST_REST], "none after the first piece"
+    assert rests == [pytest.approx(writer.REST * 0.01), writer.LONGEST_REST], "none after the first piece"
     pace.hurry()
     pace.rest()
     assert len(rests) == 2
 
 
 def test_hurry_ends_a_rest_at_once(monkeypatch):
-    monkeypatch.setattr(shards, "AT_ONCE", 1)
-    monkeypatch.setattr(shards, "LONGEST_REST", 600.0)
-    monkeypatch.setattr(shards, "REST", 1e9)
+    monkeypatch.setattr(writer, "AT_ONCE", 1)
+    monkeypatch.setattr(writer, "LONGEST_REST", 600.0)
+    monkeypatch.setattr(writer, "REST", 1e9)
     pace, begun = Pace(), threading.Event()
 
     def work():

@@ -24,7 +24,7 @@ from burst_train.config import (
 )
 from burst_train.run.lock import MARKER
 from burst_train.run.metrics import METRICS
-from burst_train.step.evaluation import EvalConfig, Evaluation
+from burst_train.step.evaluation import EvalConfig, write_results
 from burst_train.step.optim import make_optimizer, make_schedule
 
 
@@ -213,7 +213,7 @@ def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
     path = tmp_path / "reported.json"
     config = EvalConfig(model="tiny", data="stdlib", json=path)
     config.check()
-    Evaluation.of(config, []).write(path)
+    write_results(path, config, [])
     with pytest.raises(ValueError, match="already exists; name another file or add --overwrite"):
         config.check()
     dataclasses.replace(config, overwrite=True).check()

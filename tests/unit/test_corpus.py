@@ -10,9 +10,8 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-from burst_train.data.ahead import ReadAhead
 from burst_train.data.corpus import Files, open_corpus
-from burst_train.data.sequences import SequenceReader
+from burst_train.data.sequences import ReadAhead, SequenceReader
 from burst_train.data.tokenizer import ByteTokenizer
 from tests.support.training import write_corpus
 

@@ -29,10 +29,9 @@ from burst_train.forecast.attention import (
 )
 from burst_train.forecast.footprint import buffers, peak_of, token_bytes
 from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
-from burst_train.forecast.machines import Device
 from burst_train.forecast.memory import Step
 from burst_train.forecast.models import model_of
-from burst_train.forecast.request import Cluster, ForecastRequest
+from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.memory import Saving
 from burst_train.parallel import Heads, choose
 from burst_train.presets import PRESETS

@@ -13,9 +13,8 @@ from burst_attention.planner.presets import preset
 from burst_train.cli import plan
 from burst_train.forecast import attention as forecast
 from burst_train.forecast.forecast import Forecast, forecast_of, savings
-from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import model_of
-from burst_train.forecast.request import Cluster
+from burst_train.forecast.request import Cluster, device_of
 from burst_train.memory import Saving
 from tests.tools.families import model_class, tiny_config
 

@@ -38,9 +38,8 @@ from burst_attention.planner.timing import Computing, Timed, Wire, _share, timed
 from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
 from burst_train.config import TrainConfig
-from burst_train.forecast.machines import Device
 from burst_train.forecast.models import model_of
-from burst_train.forecast.request import Cluster, ForecastRequest
+from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.memory import MemoryConfig
 from tests.support.schedules import Planned, make_schedule
 

@@ -20,10 +20,9 @@ from ..run.metrics import NEWEST, goes_on_in
 from . import files
 from .files import Best, best_checkpoint
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
-from .shards import seconds_to_write
 from .snapshot import MOMENTS, WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
 from .state import State, read_generators
-from .writer import CheckpointWriter, all_or_raise
+from .writer import CheckpointWriter, all_or_raise, seconds_to_write
 
 
 class Saver:
@@ -50,7 +49,7 @@ class Saver:
         if self._is_first:
             discard_unfinished(self._out)
             self.best = best_checkpoint(self._out, run.step) if goes_on_in(run.config) else None
-            if requests.has_deadline:
+            if requests.until is not None:
                 self._expected_save = self._try_disk()
         self.best = run.context.collect(self.best)[0]
 
@@ -92,7 +91,7 @@ class Saver:
         self._begin()
         if self._draft is None:
             return None
-        self._draft.write_at_once()
+        self._draft.write(at_once=True)
         return self._seal()
 
     def finish(self) -> None:
@@ -180,27 +179,21 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
     """Resume from the checkpoint that ``--resume`` names, on every rank; ValueError if that is not possible."""
     context = run.context
     try:
-        found = all_or_raise(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())
-        folder = found[0]
+        folder = all_or_raise(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())[0]
         state = all_or_raise(context, lambda: _read(run.config, folder))[context.rank]
     except SaveError as error:
         raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
-    load(run, folder, state)
+    tensors = tensors_of(run.model, run.optimizer)
+    waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
+    files.load(folder, tensors)
+    put_moments(run.model, run.optimizer, tensors)
+    restore(run, state, Cursor(**dict(state.cursor), waiting=waiting.numpy()))
     if (decay := run.config.decay_steps) != (steps := run.config.run.steps):
         rest = f" and then stays at its minimum, {run.config.peak_lr * run.config.optim.min_lr:.3g}"
         tell(
             f"--steps {steps}: the learning rate keeps the schedule of the run's start, which ends at step {decay}"
             + rest * (steps > decay)
         )
-
-
-def load(run: Run, folder: Path, state: State) -> None:
-    """Load tensors and state of a whole checkpoint."""
-    tensors = tensors_of(run.model, run.optimizer)
-    waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
-    files.load(folder, tensors)
-    put_moments(run.model, run.optimizer, tensors)
-    restore(run, state, Cursor(**dict(state.cursor), waiting=waiting.numpy()))
 
 
 def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Path:

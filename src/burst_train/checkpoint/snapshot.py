@@ -20,8 +20,7 @@ from burst_attention.planner.rates import Rates
 
 from ..checked import FORMAT
 from ..config import TrainConfig, checked_settings
-from ..data.ahead import ReadAhead
-from ..data.sequences import Cursor, SequenceReader, TrainingStream
+from ..data.sequences import Cursor, ReadAhead, SequenceReader, TrainingStream
 from .manifest import STATE
 from .state import Optimizer, State, set_generators
 
@@ -137,12 +136,13 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
     counts = {names[each]: float(run.optimizer.state[each]["step"]) for each in _parameters(run.optimizer)}
     most = max(counts.values())
     fewer = {name: count for name, count in counts.items() if count < most}  # they had no gradient in some steps
+    generation = getattr(getattr(run.model, "model", None), "generation_config", None)  # that a loaded model came with
     return {
         "format": FORMAT,
         "step": run.step,
         "config": settings_of(run.config),
         "model": run.model_config.to_dict(),
-        "generation": _generation_of(run.model),
+        "generation": None if generation is None else json.loads(generation.to_json_string()),
         "optimizer": {"name": type(run.optimizer).__name__, "steps": most, "fewer": fewer, "groups": groups},
         "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": [*map(_number, run.schedule.get_last_lr())]},
         "generators": generators,
@@ -155,12 +155,6 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """Return a tensor of one element, as torchao keeps the learning rate, as a number."""
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _generation_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return the generation settings that a loaded model came with; None without any."""
-    held = getattr(getattr(model, "model", None), "generation_config", None)
-    return None if held is None else json.loads(held.to_json_string())
 
 
 def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:

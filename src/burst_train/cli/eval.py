@@ -16,7 +16,7 @@ from burst_attention.cli.flags import NUMBERS
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch import local as launch
 
-from ..step.evaluation import EvalConfig, Evaluation, StrategyResult
+from ..step.evaluation import EvalConfig, StrategyResult, write_results
 from . import train
 from .preflight import check_evaluation
 
@@ -55,7 +55,7 @@ def _evaluate(config: EvalConfig) -> None:
     if launch.is_rank_0():
         show(console, config, results)
         if config.json is not None:
-            Evaluation.of(config, results).write(config.json)
+            write_results(config.json, config, results)
             console.print(f"results as JSON: [bold]{escape(str(config.json))}[/]")
 
 

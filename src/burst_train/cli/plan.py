@@ -21,9 +21,8 @@ from burst_attention.planner.choice import TIE
 from ..config import PackingName, check_balanced, check_strategy
 from ..figures import bytes_text, digits, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, forecasts, recommended, savings
-from ..forecast.machines import device_of
 from ..forecast.models import model_of
-from ..forecast.request import TENSOR, Cluster, ForecastRequest
+from ..forecast.request import TENSOR, Cluster, ForecastRequest, device_of
 from ..memory import Saving
 
 COMMAND = "burst plan"

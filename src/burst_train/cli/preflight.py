@@ -83,9 +83,8 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from burst_attention.attention.hardware import known_rates, usual_rates
 
     from ..forecast.forecast import predicted_step
-    from ..forecast.machines import Device
     from ..forecast.models import FORMULA, Model
-    from ..forecast.request import Cluster, ForecastRequest
+    from ..forecast.request import Cluster, Device, ForecastRequest
 
     foreign = config.parallel.strategy in FOREIGN
     if config.model.lora is not None or model.model_type not in FORMULA or foreign:

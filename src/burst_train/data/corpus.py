@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ..run.folder import first_line
 from ..run.lock import MARKER
-from .tokenizer import first_line
 
 STANDARD_LIBRARY = "stdlib"
 HUB = "hf:"

@@ -1,10 +1,11 @@
-"""Turn documents into token sequences: hold some out, order the rest, then cut or pack them."""
+"""Turn documents into token sequences: hold some out, order the rest, cut or pack them, and read them ahead."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,7 +172,7 @@ class SequenceReader:
         """Yield each held-out sequence once, for every seed the same; only a sole sequence may be shorter."""
         if self.split.fraction == 0:
             return
-        documents = (self.encode(part) for part in self._parts(self.split.held_out, np.random.default_rng(0)))
+        documents = (self.encode(part) for part in self.parts(self.split.held_out, np.random.default_rng(0)))
         for index, sequence in enumerate(self.sequences(documents, keep_rest=self.split.tail)):
             if index == 0 or len(sequence.tokens) == self.seq_len:
                 yield sequence
@@ -190,15 +191,12 @@ class SequenceReader:
     def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
         return (doc for doc in documents if self.packed or len(self.encode(doc)) >= self.seq_len)
 
-    def _parts(self, select: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
+    def parts(self, select: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
+        """Yield the documents' parts on one side of the split."""
         documents = self.corpus.documents(order)
         for document in self._usable(documents) if self.split.tail else documents:
             if (part := select(document)) is not None and part.text:
                 yield part
-
-    def training_parts(self, epoch: int) -> Iterator[Document]:
-        """Yield the training parts of the documents, in the order of one epoch."""
-        return self._parts(self.split.training, np.random.default_rng([self.seed, epoch, 0]))
 
 
 class TrainingStream:
@@ -261,7 +259,8 @@ class TrainingStream:
     def _documents(self) -> Iterator[np.ndarray]:
         reader, start = self._reader, self._start
         for epoch in itertools.count(start.epoch if start else 0):
-            parts, count = enumerate(reader.training_parts(epoch), start=1), 0
+            order = np.random.default_rng([reader.seed, epoch, 0])
+            parts, count = enumerate(reader.parts(reader.split.training, order), start=1), 0
             resumed = start is not None and epoch == start.epoch
             if start and resumed:
                 yield self._find(start, itertools.islice(parts, start.document - 1, None))
@@ -293,6 +292,71 @@ class TrainingStream:
                 f"{found}; give the same data, or start over with --overwrite"
             )
         return self._begin(start.epoch, number, part, self._reader.encode(part), start.used)
+
+
+class ReadAhead:
+    """A stream's sequences, at most ``most`` read ahead. The cursor is that of the last sequence taken, not read."""
+
+    def __init__(self, stream: TrainingStream, most: int) -> None:
+        self._stream, self._most = stream, most
+        self._place: Callable[[], Cursor] | None = None
+        self._ready: deque[tuple[TokenSequence, Callable[[], Cursor]]] = deque()
+        self._failure: BaseException | None = None
+        self._closed, self._changed = False, threading.Condition()
+        self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> TokenSequence:
+        """Return the next sequence; raise the thread's error here if reading failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._failure or self._closed)
+            if not self._ready:
+                raise self._failure or ValueError("the sequences can't be read: ReadAhead was closed")
+            sequence, self._place = self._ready.popleft()
+            self._changed.notify()
+        return sequence
+
+    def coming(self, count: int) -> list[TokenSequence]:
+        """Return up to ``count`` sequences that are read and not taken yet."""
+        with self._changed:
+            return [sequence for sequence, _ in itertools.islice(self._ready, count)]
+
+    @property
+    def epoch_tokens(self) -> int | None:
+        """Tokens of an epoch; None until a whole one was read."""
+        return self._stream.epoch_tokens
+
+    def cursor(self) -> Cursor:
+        """Return the cursor after the last sequence taken: a stream started there continues with the next one."""
+        if self._place is None:
+            raise ValueError("the stream has no cursor yet; take a sequence first")
+        return self._place()
+
+    def close(self) -> None:
+        """Stop reading; the cursor stays valid."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._most or self._closed)
+                    if self._closed:
+                        return
+                read = next(self._stream), self._stream.place()
+                with self._changed:
+                    self._ready.append(read)
+                    self._changed.notify()
+        except BaseException as error:  # any error: it is raised again in the training thread
+            with self._changed:
+                self._failure = error
+                self._changed.notify()
 
 
 def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..presets import PRESETS
+from ..run.folder import first_line
 
 BYTES = "bytes"
 OPENS, CLOSES = 256, 257
@@ -106,11 +107,6 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
         return True
     read = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
     return read is not None and bool(read.to_str() == own.to_str())
-
-
-def first_line(error: Exception) -> str:
-    """Format an error as one line."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:

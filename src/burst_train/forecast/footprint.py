@@ -40,11 +40,7 @@ SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated wit
 
 
 class LiveBytes(TorchDispatchMode):
-    """Track the bytes of the tensors ``known`` and of all tensors made while this mode is active.
-
-    Attributes:
-        most: the largest number of bytes alive at the same time.
-    """
+    """Track the bytes of the tensors ``known`` and of all tensors made while this mode is active; ``most``: at once."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()

@@ -134,15 +134,6 @@ class Model(Heads):
         """Number of parameters of the model."""
         return self.layers_size + self.root_size
 
-    def elementwise_bytes(self, io: int) -> int:
-        """Return the bytes that element-wise operations read and write per token in a layer's forward.
-
-        Counted in transformers' Llama, run by eager PyTorch with ``io`` bytes per element. A norm computes in fp32: it
-        moves 4 io + 28 per element, the rotary embedding 10 io (of q and k), a residual sum 3 io, the gate 5 io.
-        """
-        norms, sums = 2 * (4 * io + 28) * self.hidden, 2 * 3 * io * self.hidden
-        return norms + sums + 10 * io * (self.q_width + self.kv_width) + 5 * io * self.intermediate
-
 
 def model_of(name: str) -> Model:
     """Return the model of a preset, a folder or a name on the hub; ValueError if its work is not predicted."""

@@ -18,14 +18,46 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.planner.planner import Remat
 from burst_attention.planner.rates import Rates
 
-from ..health.flops import seen_pairs
+from ..health.flops import PEAKS, seen_pairs
 from ..memory import DISK, Saving
 from .attention import Exchange, Workload, gather
-from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
 from .models import Model
 
 WHOLE_HEADS = ("phi3", "qwen3_5_text")  # of some layers at least
 TENSOR = "/tp:"  # between a strategy's name and the number of ranks that cut the model
+
+# Share of a device's memory that a step may use. The process, the allocator and libraries need the rest.
+USABLE = 0.9
+
+# Shares of the data sheet's rates that a step reaches outside attention: matrix products, and element-wise operations.
+# Estimates: predictions are within 22 % of published training speeds on 8 H100 (arXiv 2602.21196).
+MATMUL_EFFICIENCY = 0.55
+BANDWIDTH_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of one rank; None: unknown."""
+
+    peak: float | None = None  # FLOP/s of its matrix units in bf16, without sparsity
+    memory: float | None = None  # bytes
+    bandwidth: float | None = None  # bytes/s of its memory
+    link: float = 50e9  # bytes/s to host memory, one way: what PCIe 5.0 x16 reaches
+    disk: float = 3e9  # bytes/s of a rank's share of a fast NVMe disk
+
+
+DEVICES: Mapping[str, Device] = {
+    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=1.935e12, link=25e9),
+    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=2.039e12, link=25e9),
+    "h100-hgx": Device(peak=PEAKS["H100"], memory=80e9, bandwidth=3.35e12),
+    "h200-hgx": Device(peak=PEAKS["H200"], memory=141e9, bandwidth=4.8e12),
+    "b200-hgx": Device(peak=PEAKS["B200"], memory=180e9, bandwidth=8e12),
+}
+
+
+def device_of(rates: Rates) -> Device:
+    """Return the device of a preset, by the name of its node; unknown rates give an empty device."""
+    return DEVICES.get(rates.name.partition("+")[0], Device())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +216,11 @@ class ForecastRequest:
         seconds = self.tokens / self.seq_len * flops / rate
         if cluster.device.bandwidth is None:
             return seconds
-        moved = passes * self.batch * self.tokens * m.layers * m.elementwise_bytes(self.io)
+        # Counted in transformers' Llama under eager PyTorch: a norm, in fp32, moves 4 io + 28 bytes per element, the
+        # rotary embedding of q and k 10 io, a residual sum 3 io, the gate 5 io.
+        norms, sums, io = 2 * (4 * self.io + 28) * m.hidden, 2 * 3 * self.io * m.hidden, self.io
+        each_token = norms + sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
+        moved = passes * self.batch * self.tokens * m.layers * each_token
         return seconds + (moved + 28 * m.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def copy_seconds(self, computing: float) -> float:

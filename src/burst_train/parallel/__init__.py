@@ -8,10 +8,9 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import NAMED, strategy_of
 from burst_attention.planner.planner import Remat
 
-from .contract import Attend, Heads
+from .contract import Attend, Heads, whole_attention
 from .sequence import SequenceParallelism
 from .tensor import TensorParallelism
-from .whole import whole_attention
 
 SINGLE, TENSOR = "single", ("tensor", "tensor-sequence")
 FOREIGN = (SINGLE, *TENSOR)  # those whose attention is not :func:`burst_attention`
@@ -32,18 +31,11 @@ __all__ = [
 
 
 def choose(name: str, *, balanced: bool = False, remat: Remat = "none", attention_chunks: int = 1) -> Parallelism:
-    """Return how ranks share a sequence.
+    """Return how ranks share a sequence; ValueError if the strategy is unknown.
 
-    Args:
-        name: a strategy of :func:`burst_attention.make_plan`, by name or by its fields; ``tensor`` (Megatron-LM, arXiv
-            1909.08053), ``tensor-sequence`` (the same with sequence parallelism, arXiv 2205.05198), or ``single`` (one
-            rank for each sequence, PyTorch's own attention).
-        balanced: whether the layout is ``balanced``.
-        remat: recompute policy, which the planner takes into account.
-        attention_chunks: the number of chunks of heads.
-
-    Raises:
-        ValueError: the strategy is unknown.
+    ``name``: a strategy of :func:`burst_attention.make_plan`, by name or by its fields; ``tensor`` (Megatron-LM, arXiv
+    1909.08053), ``tensor-sequence`` (the same with sequence parallelism, arXiv 2205.05198), or ``single`` (one rank for
+    each sequence, PyTorch's own attention). The planner takes recompute policy and chunks of heads into account.
     """
     if name in TENSOR:
         return TensorParallelism(name)

@@ -1,12 +1,15 @@
-"""A transformers model's decoder layers: where they are, what their attention sees, and how they run on shards."""
+"""A transformers model's decoder layers: where they are, what their attention sees, how they run and are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -89,3 +92,40 @@ def hidden_states(model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow,
 def run_on_shards(model: Any) -> None:
     """Make recurrent layers and short convolutions exchange states between ranks. Call it before FSDP2."""
     converted.convert(body_of(model))
+
+
+def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
+    """Apply FSDP2 in place, one parameter group per layer of ``wrapper.model``. Gradients are *sums* over ranks.
+
+    The root is ``wrapper``, because its forward uses the head's weight. ``offload`` was never run on a GPU.
+    """
+    halved = dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
+    offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    for layer in sharded_layers(wrapper.model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offloading)
+    fully_shard(wrapper, mesh=mesh, mp_policy=policy, offload_policy=offloading)
+    for module in wrapper.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the tokens of all ranks, and gloo has no pre-multiplied sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(SumByRank())  # type: ignore[arg-type]
+
+
+class SumByRank:
+    """A reduce-scatter for FSDP2 over gloo, whose own is an all-reduce: an all-to-all, then a sum in rank order."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op != dist.ReduceOp.SUM or async_op:
+            raise NotImplementedError(f"op={op}, async_op={async_op}: only a synchronous sum is supported")
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(group.size(), *output_tensor.shape), 0, out=output_tensor)

@@ -20,9 +20,7 @@ from burst_attention.plan.groups import Groups
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Remat
 
-from .contract import Attend, Heads, PlansByWindow
-from .parameters import shard_parameters
-from .whole import whole_attention
+from .contract import Attend, Heads, PlansByWindow, whole_attention
 
 AUTO = Strategy()
 NAMES = {"softcap": "soft cap", "sinks": "sinks"}
@@ -30,24 +28,15 @@ NAMES = {"softcap": "soft cap", "sinks": "sinks"}
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelism:
-    """Each rank holds some tokens of a sequence.
+    """Each rank holds some tokens of a sequence; strategy and remat are those of :func:`burst_attention.make_plan`."""
 
-    Attributes:
-        name: the strategy, as it was asked for.
-        attend: the attention over shards.
-        strategy, remat: as for :func:`burst_attention.make_plan`.
-        attention_chunks: the number of chunks of heads, each an attention call.
-        tensor_parallel: how many ranks share the same tokens, and cut the heads.
-        posts: whether activations use the plan's transport.
-    """
-
-    name: str
+    name: str  # as it was asked for
     strategy: Strategy = AUTO
-    attend: Attend = burst_attention
+    attend: Attend = burst_attention  # over shards
     remat: Remat = "none"
-    attention_chunks: int = 1
-    tensor_parallel: int = 1
-    posts: bool = True
+    attention_chunks: int = 1  # of heads, each an attention call
+    tensor_parallel: int = 1  # ranks that share the same tokens, and cut the heads
+    posts: bool = True  # whether activations use the plan's transport
 
     @property
     def alone(self) -> bool:
@@ -94,9 +83,7 @@ class SequenceParallelism:
     ) -> Plan:
         """Make the plan: which tokens this rank embeds and computes the loss of. Every rank of the group must call it.
 
-        Args:
-            heads, dtype: sizes and dtype of the model, used to choose what the strategy leaves open.
-            rates: rates of the machine, as for :func:`burst_attention.make_plan`.
+        ``heads``, ``dtype``, ``rates``: of model and machine, by which the planner chooses what is open.
         """
         sizes = {}
         if heads is not None and heads.q_heads:
@@ -122,12 +109,11 @@ class SequenceParallelism:
     ) -> None:
         """Distribute the parameters of ``wrapper.model`` in place. Gradients are then *sums* over ranks.
 
-        Args:
-            mesh: (data, context) over all ranks.
-            everyone: the same ranks as one axis.
-            dtype: dtype of the computation; weights keep their dtype.
-            offload: whether weights and gradients stay in host memory when the GPU does not use them.
+        ``mesh``: (data, context) over all ranks; ``everyone``: these ranks as one axis. ``dtype``: of the computation;
+        weights keep theirs. ``offload``: weights and gradients stay in host memory when the GPU does not use them.
         """
+        from .body import shard_parameters  # imports transformers
+
         shard_parameters(wrapper, everyone, dtype, offload=offload)
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:

@@ -34,9 +34,7 @@ from burst_attention.launch.join import CONTEXT, DATA
 from burst_attention.loss import Head
 from burst_attention.plan.strategy import Strategy
 
-from .contract import Heads, PlansByWindow
-from .parameters import shard_parameters
-from .whole import whole_attention
+from .contract import Heads, PlansByWindow, whole_attention
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose projections are known
 
@@ -103,6 +101,8 @@ class TensorParallelism:
                 f"--strategy {self.name} can't distribute {', '.join(left)}: their gradients would not be summed; "
                 "leave --strategy out"
             )
+        from .body import shard_parameters  # imports transformers
+
         # FSDP2 shards over the data-parallel groups. It also keeps fp32 weights for a bf16 computation.
         shard_parameters(wrapper, mesh[DATA], dtype)
 

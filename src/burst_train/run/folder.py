@@ -33,6 +33,11 @@ class SaveError(RuntimeError):
     expected = True  # its sentence says enough: no traceback
 
 
+def first_line(error: Exception) -> str:
+    """Format an error as one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def text_of(error: BaseException) -> str:
     """Return a short error message; prefer the operating system's text."""
     if isinstance(error, SaveError):

@@ -36,12 +36,7 @@ class StopRequests:
 
     def __init__(self, deadline: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._signal = clock, 0
-        self._until = None if deadline is None else clock() + deadline
-
-    @property
-    def has_deadline(self) -> bool:
-        """Whether the run has a time limit."""
-        return self._until is not None
+        self.until = None if deadline is None else clock() + deadline
 
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
@@ -67,7 +62,7 @@ class StopRequests:
         """Return the received signal, :data:`DEADLINE` if fewer than ``reserve`` seconds are left, or 0."""
         if self._signal:
             return self._signal
-        return DEADLINE if self._until is not None and self._clock() + reserve >= self._until else 0
+        return DEADLINE if self.until is not None and self._clock() + reserve >= self.until else 0
 
     def end_at_once(self) -> None:
         """Let the next Ctrl-C end the process immediately."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import TrainConfig
+from .folder import first_line
 from .interrupt import InterruptedRunError
 from .metrics import TRACKED, StepRecord, Summary, goes_on_in, unusual, without_nan
 
@@ -89,6 +90,5 @@ class Tracking:
             return action()
         except Exception as error:  # any error: logging must not end the run
             self._run = None
-            first = next(iter(str(error).strip().splitlines()), "")
-            self._tell(f"--wandb: {type(error).__name__}: {first}; the run continues without logging to it")
+            self._tell(f"--wandb: {first_line(error)}; the run continues without logging to it")
             return None

@@ -136,17 +136,13 @@ class Evaluation:
     setting: dict[str, Any]  # the flags, with the resolved ranks, device and dtype
     results: list[StrategyResult]
 
-    @classmethod
-    def of(cls, config: EvalConfig, results: list[StrategyResult]) -> Evaluation:
-        """Build it from the results of :func:`burst_train.step.evaluate.evaluate`."""
-        setting = asdict(config)
-        del setting["json"], setting["overwrite"]
-        return cls(setting=setting | {"strategies": list(config.strategies)}, results=results)
 
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        rows = [asdict(result) | {"perplexity": result.perplexity} for result in self.results]
-        path.write_text(json.dumps({"setting": self.setting, "results": rows}, indent=1) + "\n", "utf-8")
+def write_results(path: Path, config: EvalConfig, results: list[StrategyResult]) -> None:
+    """Write an :class:`Evaluation` as JSON."""
+    setting = asdict(config) | {"strategies": list(config.strategies)}
+    del setting["json"], setting["overwrite"]
+    rows = [asdict(result) | {"perplexity": result.perplexity} for result in results]
+    path.write_text(json.dumps({"setting": setting, "results": rows}, indent=1) + "\n", "utf-8")
 
 
 def _can_hold(folder: Path) -> bool:

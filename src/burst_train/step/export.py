@@ -18,9 +18,9 @@ from ..checkpoint.manifest import STATE, UNFINISHED
 from ..checkpoint.snapshot import WEIGHTS
 from ..checkpoint.state import State
 from ..config import TrainConfig, checked_settings, with_settings
-from ..data.tokenizer import Tokenizer, first_line, open_tokenizer
+from ..data.tokenizer import Tokenizer, open_tokenizer
 from ..parallel.body import build_empty
-from ..run.folder import text_of
+from ..run.folder import first_line, text_of
 from .lora import merge, with_adapters
 from .model import NextTokenModel
 

@@ -29,11 +29,12 @@ from burst_attention.launch.join import CONTEXT, DATA, SHARDS
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
-from ..data.tokenizer import BYTES, Tokenizer, first_line
+from ..data.tokenizer import BYTES, Tokenizer
 from ..memory import MemoryConfig
 from ..parallel import Heads, Parallelism
 from ..parallel.body import build_empty, run_on_shards, windows_of
 from ..presets import PRESETS
+from ..run.folder import first_line
 from .lora import add_adapters
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
@@ -123,13 +124,9 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
             check_random(build_empty(config))
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
-    return config.get_text_config(decoder=True) if _is_of_text_alone(config) else config
-
-
-def _is_of_text_alone(config: PreTrainedConfig) -> bool:
-    """Return whether the causal model of a whole model's configuration is its language model alone (Qwen3.5)."""
     text = config.get_text_config(decoder=True)
-    return text is not config and type(build_empty(config).config) is type(text)
+    # The causal model of some whole models' configurations is their language model alone (Qwen3.5).
+    return text if text is not config and type(build_empty(config).config) is type(text) else config
 
 
 def _check_parts(config: PreTrainedConfig) -> None:

@@ -22,8 +22,7 @@ from burst_attention.planner.rates import Rates
 from ..checkpoint.saving import resume
 from ..checkpoint.snapshot import Run
 from ..config import TrainConfig
-from ..data.ahead import ReadAhead
-from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
+from ..data.sequences import ReadAhead, TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
@@ -116,7 +115,8 @@ class Trainer(Run):
         norm = clip_by_global_norm(self.model, self.config.optim.clip)
         left_out = self._why_left_out(step, loss, norm, sequences)
         if left_out is None:
-            self.update()
+            self.optimizer.step()
+            self.schedule.step()
             self.last_loss = loss
             self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
         self.optimizer.zero_grad(set_to_none=True)
@@ -178,11 +178,6 @@ class Trainer(Run):
         plans = self.plans.get(self.plan.seqlen, batch[0].cu_seqlens)
         shard = self.parallelism.shard(batch_of(batch, self.context.device), plans)
         return self.model(shard, plans, max(num_valid, 1)), plans
-
-    def update(self) -> None:
-        """Step the optimizer and the schedule."""
-        self.optimizer.step()
-        self.schedule.step()
 
     def _why_left_out(self, step: int, loss: float, norm: float, sequences: list[TokenSequence]) -> str | None:
         """Return why this step is left out, the same on all ranks; FloatingPointError if ``--on-nan`` says so."""

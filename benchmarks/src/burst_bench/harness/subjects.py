@@ -18,7 +18,7 @@ from burst_attention.attention.plan import Plan
 from burst_attention.launch.join import CONTEXT, TENSOR, make_mesh
 from burst_attention.plan.rows import Direction
 from burst_train.parallel import Parallelism, SequenceParallelism, choose
-from burst_train.parallel.whole import whole_attention
+from burst_train.parallel.contract import whole_attention
 from burst_train.step.model import build_model
 
 from .trace import Trace, traced
