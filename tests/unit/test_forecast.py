@@ -128,7 +128,7 @@ def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkey
         peak_of(
             asked.schedule(way.strategy, rank), SHAPE, dtype, Candidate(way.groups, way.circulate), Direction.BACKWARD
         )
-        - 64 * token_bytes(SHAPE, dtype)
+        - 64 * token_bytes(SHAPE)
         for rank in (0, 10, 20, 31)
     ]
     close = 0.2 if way.circulate == "blocks" else 0.07

@@ -86,8 +86,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     from ..forecast.models import FORMULA, Model
     from ..forecast.request import Cluster, Device, ForecastRequest
 
-    foreign = config.parallel.strategy in FOREIGN
-    if config.model.lora is not None or model.model_type not in FORMULA or foreign:
+    if config.model.lora is not None or model.model_type not in FORMULA or config.parallel.strategy in FOREIGN:
         return None
     (rows, tokens), groups, cut = config.micro_batch, config.parallel.data_parallel, config.parallel.tensor_parallel
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)

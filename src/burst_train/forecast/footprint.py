@@ -194,20 +194,18 @@ def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: to
     # One document needs at least as much memory as several.
     mask = replace(setting.mask, cu_seqlens=None)
     small = replace(setting, world=world, seq_len=seq_len, mask=mask, widest=None)
-    schedule, held = small.schedule(way.strategy), []
-    chosen = Candidate(way.groups, way.circulate)
+    schedule, shape, held = small.schedule(way.strategy), setting.shape, []
+    chosen, token = Candidate(way.groups, way.circulate), token_bytes(shape)
+    if calls > 1:  # then neither out nor lse counts (peak_of)
+        token -= shape.batch * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
     for rank in walked(world):
-        peak = peak_of(replace(schedule, rank=rank), setting.shape, dtype, chosen, Direction.BACKWARD, calls=calls)
-        token, shape = token_bytes(setting.shape, dtype), setting.shape
-        if calls > 1:  # then neither out nor lse counts (peak_of)
-            token -= shape.batch * shape.q_heads * (shape.v_head_dim * shape.io + accumulation_dtype(dtype).itemsize)
+        peak = peak_of(replace(schedule, rank=rank), shape, dtype, chosen, Direction.BACKWARD, calls=calls)
         held.append(peak - schedule.layout.lengths[rank] * token)
     return max(0, *held)
 
 
-def token_bytes(shape: Shape, dtype: torch.dtype) -> int:
+def token_bytes(shape: Shape) -> int:
     """Return the bytes of one token's q, k, v, out, gradient of out, and lse."""
-    wide = accumulation_dtype(dtype).itemsize
     elements = shape.q_heads * (shape.head_dim + 2 * shape.v_head_dim)
     elements += shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-    return shape.batch * (elements * shape.io + shape.q_heads * wide)
+    return shape.batch * (elements * shape.io + shape.q_heads * shape.accumulate)

@@ -202,7 +202,7 @@ class ForecastRequest:
         layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
         always recomputed. A backward's element-wise operations move twice a forward's bytes, AdamW 28 per parameter.
         """
-        cluster, m, saving, passes = self.cluster, self.model, self.saving, 3 + (remat != "none")
+        cluster, m, saving, io, passes = self.cluster, self.model, self.saving, self.io, 3 + (remat != "none")
         again = 0  # products of chunks, per token and layer
         if saving.mlp_chunks > 1 and remat == "none":
             again += 3 * m.hidden * m.intermediate
@@ -218,8 +218,8 @@ class ForecastRequest:
             return seconds
         # Counted in transformers' Llama under eager PyTorch: a norm, in fp32, moves 4 io + 28 bytes per element, the
         # rotary embedding of q and k 10 io, a residual sum 3 io, the gate 5 io.
-        norms, sums, io = 2 * (4 * self.io + 28) * m.hidden, 2 * 3 * self.io * m.hidden, self.io
-        each_token = norms + sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
+        norms_and_sums = (2 * (4 * io + 28) + 2 * 3 * io) * m.hidden
+        each_token = norms_and_sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
         moved = passes * self.batch * self.tokens * m.layers * each_token
         return seconds + (moved + 28 * m.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
