@@ -77,8 +77,7 @@ class Arguments:
     def check(self) -> None:
         """Check the arguments.
 
-        Raises:
-            ValueError: An argument, or a combination of them, is invalid.
+        ValueError: An argument, or a combination of them, is invalid.
         """
         from .harness.subjects import shared
 

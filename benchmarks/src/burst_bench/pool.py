@@ -35,8 +35,7 @@ class WorkerPool:
         entries: one picklable function per rank. The rank's process calls it first, for example to enter another
             network namespace. It returns the ``init_method`` of the process group. None: use a shared file.
 
-    Raises:
-        ValueError: the number of entries is not ``world``.
+    ValueError: the number of entries is not ``world``.
     """
 
     def __init__(
@@ -73,9 +72,8 @@ class WorkerPool:
         ``function`` must be importable by name in a new process. After an error the ranks may be out of step. The pool
         can then only be used again if every rank raised.
 
-        Raises:
-            WorkerError: a rank raised, died, or did not answer in time. The limit is ``timeout`` seconds, or
-                ``patience`` seconds after the first answer.
+        WorkerError: a rank raised, died, or did not answer in time. The limit is ``timeout`` seconds, or
+            ``patience`` seconds after the first answer.
         """
         if self.broken:
             raise WorkerError("an earlier run of this pool failed or was interrupted; make a new pool")

@@ -62,12 +62,7 @@ def measured(results: Results) -> tuple[Column, ...]:
 
 
 def cells(row: Row, columns: tuple[Column, ...]) -> list[tuple[str, int]]:
-    """Return (text, column span) of each cell; rows without a proven result get no figures.
-
-    Args:
-        row: The row.
-        columns: Columns with measured figures.
-    """
+    """Return (text, column span) of each cell; rows without a proven result get no figures in ``columns``."""
     place, check = ([(column.text(row), 1) for column in some] for some in (PLACE, CHECK))
     if row.refused is not None:
         return [*place, (f"refused: {row.refused}", len(columns) + len(CHECK))]

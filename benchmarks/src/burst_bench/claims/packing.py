@@ -124,11 +124,7 @@ def _lengths_of_sources() -> np.ndarray:
 
 
 def assigned(lengths: Lengths, groups: int) -> list[list[int]]:
-    """Assign whole documents greedily, longest first, to the group with the fewest tokens.
-
-    Returns:
-        The indices of each group's documents, ascending.
-    """
+    """Assign documents, longest first, to the group with the fewest tokens; return each group's indices, ascending."""
     loads = [(0, group) for group in range(groups)]
     found: list[list[int]] = [[] for _ in range(groups)]
     for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):

@@ -50,8 +50,7 @@ _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 def parse_cluster(text: str) -> tuple[int, int]:
     """Parse ``"8x1"`` into (nodes, ranks per node).
 
-    Raises:
-        ValueError: The text has another form, or a number is out of range.
+    ValueError: The text has another form, or a number is out of range.
     """
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
     if match is None:
@@ -65,8 +64,7 @@ def parse_cluster(text: str) -> tuple[int, int]:
 def parse_rate(text: str) -> float | None:
     """Parse a rate such as ``"1.5gbit"`` into bits per second; ``"none"`` gives None, no limit.
 
-    Raises:
-        ValueError: The text has another form, or the rate is below 10 kbit/s.
+    ValueError: The text has another form, or the rate is below 10 kbit/s.
     """
     lowered = text.strip().lower()
     if lowered == "none":
@@ -82,23 +80,16 @@ def parse_rate(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """Move a process into its node; call it before starting any thread that communicates.
+    """Move a process into its node; call it before starting any thread that communicates."""
 
-    Attributes:
-        namespace: Name of the node's namespace under /run/netns.
-        interface: Network interface for gloo.
-        rendezvous: Address on which rank 0 listens, as ``init_method`` of ``init_process_group``.
-    """
-
-    namespace: str
-    interface: str
-    rendezvous: str
+    namespace: str  # name of the node's namespace under /run/netns
+    interface: str  # network interface for gloo
+    rendezvous: str  # address on which rank 0 listens, as ``init_method`` of ``init_process_group``
 
     def __call__(self) -> str:
         """Enter the node and return the rendezvous.
 
-        Raises:
-            OSError: The namespace no longer exists; send nothing then.
+        OSError: The namespace no longer exists; send nothing then.
         """
         enter(self.namespace)
         name_host(self.namespace)  # ranks compare host names to find out who shares their node
@@ -117,9 +108,8 @@ class Cluster:
         ranks: Ranks on each host.
         rate: Rate of each node's link in bits per second, in each direction; None for no limit.
 
-    Raises:
-        ValueError: An argument is out of range.
-        ClusterError: The process isn't root, iproute2 is missing, or the kernel refused; nothing is left behind.
+    ValueError: An argument is out of range.
+    ClusterError: The process isn't root, iproute2 is missing, or the kernel refused; nothing is left behind.
     """
 
     def __init__(self, nodes: int, ranks: int, *, rate: float | None = None) -> None:

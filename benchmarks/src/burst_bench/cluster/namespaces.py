@@ -64,8 +64,7 @@ def remove(prefix: str, ip: str) -> list[str]:
 def tools() -> dict[str, str]:
     """Return the paths of ``ip`` and ``tc``.
 
-    Raises:
-        ClusterError: A tool is missing, or the process isn't root.
+    ClusterError: A tool is missing, or the process isn't root.
     """
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     places = {name: shutil.which(name, path=path) for name in ("ip", "tc")}
@@ -93,8 +92,7 @@ def call(command: list[str], text: str | None = None) -> None:
 def enter(namespace: str) -> None:
     """Move the calling thread, and threads that it starts later, into a namespace.
 
-    Raises:
-        OSError: No namespace has this name, or the process isn't root.
+    OSError: No namespace has this name, or the process isn't root.
     """
     with (NAMESPACES / namespace).open("rb") as file:
         _set_namespace(file.fileno())

@@ -29,20 +29,15 @@ Begin = Callable[..., tuple[Tensor, Callable[[], Sequence[Tensor]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A variant's call on one rank.
+    """A variant's call on one rank."""
 
-    Attributes:
-        begin: Run the forward on this rank's shards of q, k, v and dout. It returns (out, backward); backward returns
-            (dq, dk, dv).
-        positions: int64 [S_local]: global positions of this rank's tokens, in the order in which the rank holds them.
-        heads_first: Whether tensors are [1, H, S_local, D] rather than [1, S_local, H, D].
-        plan: Our plan; None for a package's variant.
-    """
-
+    # Run the forward on this rank's shards of q, k, v and dout. It returns (out, backward); backward returns (dq, dk,
+    # dv).
     begin: Begin
+    # Int64 [S_local]: global positions of this rank's tokens, in the order in which the rank holds them.
     positions: Tensor
-    heads_first: bool = True
-    plan: Plan | None = None
+    heads_first: bool = True  # whether tensors are [1, H, S_local, D] rather than [1, S_local, H, D]
+    plan: Plan | None = None  # our plan; None for a package's variant
 
 
 # Allowed relative L2 error, as a multiple of the error of torch's own kernel in the same dtype. Correct results reach
@@ -63,16 +58,13 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Ours(Variant):
-    """The library's call. By default heads stay whole, so that it is the same on every machine.
-
-    Attributes:
-        rates: The machine's rates, with which the planner chooses what the strategy leaves open. None: this user's
-            calibrated rates, or a preset.
-    """
+    """The library's call. By default heads stay whole, so that it is the same on every machine."""
 
     name: str = "burst"
     strategy: Strategy = field(default=Strategy(layout="zigzag", ulysses_degree=1))
     kernel: str = "auto"
+    # The machine's rates, with which the planner chooses what the strategy leaves open. None: this user's calibrated
+    # rates, or a preset.
     rates: Rates | None = None
 
     def build(self, workload: Workload) -> Call:
@@ -120,13 +112,7 @@ def _shards(call: Call, workload: Workload) -> list[Tensor]:
 
 
 def checked(variant: Variant, workload: Workload, expected: list[Tensor]) -> dict[str, float]:
-    """Run on a rank: return each result's relative L2 error over all ranks.
-
-    Args:
-        variant: The variant to check.
-        workload: Sizes of the call.
-        expected: Correct results of the whole sequence, [1, H, S, D].
-    """
+    """Run on a rank: return each result's relative L2 error over all ranks; ``expected``: right ones, [1, H, S, D]."""
     own = ready(variant, workload)
     results = [x if own.call.heads_first else x.transpose(1, 2) for x in own.run()]
     right = [x.index_select(2, own.call.positions) for x in expected[: len(results)]]
@@ -134,10 +120,7 @@ def checked(variant: Variant, workload: Workload, expected: list[Tensor]) -> dic
 
 
 def errors_over_ranks(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Return relative L2 errors of sharded tensors.
-
-    All ranks must call it, and get the same figures.
-    """
+    """Return relative L2 errors of sharded tensors. All ranks must call it, and get the same figures."""
     pairs = [(x.cpu().double(), y.double()) for x, y in zip(actual, expected, strict=True)]
     squares = torch.stack([torch.stack([(x - y).square().sum(), y.square().sum()]) for x, y in pairs])
     if dist.is_initialized():
@@ -168,14 +151,10 @@ def memory_peaks(variant: Variant, workload: Workload) -> tuple[int, int]:
 
 
 def reference(workload: Workload, *, dense: bool) -> tuple[list[Tensor], dict[str, float]]:
-    """Return correct global out, dq, dk and dv, and the relative L2 errors of torch's own kernel.
+    """Return correct global out, dq, dk and dv, and torch's own kernel's relative L2 errors in this dtype, by name.
 
-    The errors are those of the workload's dtype, by tensor name.
-
-    Args:
-        workload: Sizes and dtype of the call.
-        dense: Compute with explicit scores in fp64, which needs memory for ten S x S matrices. Otherwise use torch's
-            kernel in fp32, or in fp64 for fp32 inputs.
+    ``dense``: with explicit scores in fp64, which needs memory for ten S x S matrices. Otherwise by torch's kernel in
+    fp32, or in fp64 for fp32 inputs.
     """
     wide = torch.float64 if workload.torch_dtype == torch.float32 else torch.float32
     right, plain = [], []

@@ -70,10 +70,7 @@ def sampled_error(workload: Workload, subject: Any, rows: int = 32) -> float | N
             actual = subject.results[n][0, :, local].double()
             squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
     dist.all_reduce(squares)
-    sampled, off = (
-        (squares[:, 0] / squares[:, 1]).sqrt().max(),
-        _off_balance(subject),
-    )  # the maximum is NaN if one of them is
+    sampled, off = (squares[:, 0] / squares[:, 1]).sqrt().max(), _off_balance(subject)  # NaN if one of them is
     return (sampled if off <= AGREEMENT[workload.dtype] else torch.maximum(sampled, off)).item()
 
 

@@ -20,67 +20,44 @@ KINDS = ("compute", "wait", "exchange")
 
 @dataclass(frozen=True)
 class Span:
-    """An interval of one rank's time, in seconds since all ranks started.
+    """An interval of one rank's time, in seconds since all ranks started."""
 
-    Attributes:
-        kind: ``wait`` (the rank only waits for activations), ``compute`` (everything else, including waits for FSDP2's
-            parameters) or ``exchange`` (messages on the wire). ``wait`` and ``compute`` together fill the rank's time;
-            ``exchange`` overlaps them.
-        start: Start of the interval.
-        end: End of the interval.
-        label: Description, such as ``hop 3 of the forward``.
-    """
-
+    # ``wait`` (the rank only waits for activations), ``compute`` (everything else, including waits for FSDP2's
+    # parameters) or ``exchange`` (messages on the wire). ``wait`` and ``compute`` together fill the rank's time;
+    # ``exchange`` overlaps them.
     kind: str
     start: float
     end: float
-    label: str = ""
+    label: str = ""  # description, such as ``hop 3 of the forward``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One strategy at one sequence length, world and link rate.
+    """One strategy at one sequence length, world and link rate."""
 
-    Attributes:
-        strategy: Its name, such as ``burst``.
-        seq_len: Tokens of the whole sequence.
-        world: Number of ranks.
-        link: Rate of each node's link in bits per second; None for no limit.
-        chosen: Description of what ``auto`` chose for this link; None for other strategies.
-        refused: Reason why the strategy can't run this; every figure is then None or empty.
-        seconds: The slowest rank's wall time in each round.
-        tokens_per_second, flops_per_second: Rates in the median round. FLOPs count the model's work; recomputation
-            doesn't count.
-        bytes_counted: Bytes of activations sent per rank and call, as the transport counted; mean over ranks.
-        bytes_predicted: The same bytes, predicted before the run.
-        bytes_wire: Bytes per rank on the interfaces of the emulated cluster; None without a cluster.
-        nodes: Number of nodes of the emulated cluster.
-        peak_memory: Peak bytes of the highest rank, minus the bytes resident before the strategy was built.
-        peak_resident: Peak bytes of the highest rank, everything resident included.
-        error: Relative error against fp64 of the tensor closest to its ``bound``, at 512 tokens. For attention, also
-            the error in random rows at this length.
-        bound: Largest allowed ``error``.
-        timeline: Spans of one call, for each rank.
-    """
-
-    strategy: str
-    seq_len: int
-    world: int
-    link: float | None = None
-    chosen: str | None = None
-    refused: str | None = None
-    seconds: Sequence[float] = ()
+    strategy: str  # its name, such as ``burst``
+    seq_len: int  # tokens of the whole sequence
+    world: int  # number of ranks
+    link: float | None = None  # rate of each node's link in bits per second; None for no limit
+    chosen: str | None = None  # description of what ``auto`` chose for this link; None for other strategies
+    refused: str | None = None  # reason why the strategy can't run this; every figure is then None or empty
+    seconds: Sequence[float] = ()  # the slowest rank's wall time in each round
+    # Rates in the median round. FLOPs count the model's work; recomputation doesn't count.
     tokens_per_second: float | None = None
     flops_per_second: float | None = None
+    # Bytes of activations sent per rank and call, as the transport counted; mean over ranks.
     bytes_counted: float | None = None
-    bytes_predicted: float | None = None
-    bytes_wire: float | None = None
-    nodes: int | None = None
+    bytes_predicted: float | None = None  # the same bytes, predicted before the run
+    bytes_wire: float | None = None  # bytes per rank on the interfaces of the emulated cluster; None without a cluster
+    nodes: int | None = None  # number of nodes of the emulated cluster
+    # Peak bytes of the highest rank, minus the bytes resident before the strategy was built.
     peak_memory: int | None = None
-    peak_resident: int | None = None
+    peak_resident: int | None = None  # peak bytes of the highest rank, everything resident included
+    # Relative error against fp64 of the tensor closest to its ``bound``, at 512 tokens. For attention, also the error
+    # in random rows at this length.
     error: float | None = None
-    bound: float | None = None
-    timeline: Sequence[Sequence[Span]] = ()
+    bound: float | None = None  # largest allowed ``error``
+    timeline: Sequence[Sequence[Span]] = ()  # spans of one call, for each rank
 
     @property
     def passed(self) -> bool:
@@ -110,27 +87,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A run of ``burst bench``.
+    """A run of ``burst bench``."""
 
-    Attributes:
-        task: One of :data:`TASKS`.
-        command: Command that repeats the run.
-        date: Date in ISO 8601.
-        machine: One-line description of the machine.
-        rows: The figures.
-        revision: Git revision of the code.
-        versions: Versions of the libraries, by name.
-        setting: Sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
-    """
-
-    task: str
-    command: str
-    date: str
-    machine: str
+    task: str  # one of :data:`TASKS`
+    command: str  # command that repeats the run
+    date: str  # date in ISO 8601
+    machine: str  # one-line description of the machine
+    # Sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
     setting: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
-    revision: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
+    revision: str = ""  # git revision of the code
+    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries, by name
 
     def ratios_to_first(self, row: Row) -> list[float]:
         """Return ``row``'s time divided by the first strategy's, for each round.

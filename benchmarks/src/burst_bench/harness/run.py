@@ -58,14 +58,9 @@ class World:
         calibrate: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> Iterator[World]:
-        """Start ``world`` ranks.
+        """Start ``world`` ranks as processes, or on a ``cluster`` of (nodes, ranks per node); ``say`` reports progress.
 
-        Args:
-            world: Number of ranks.
-            cluster: (nodes, ranks per node) of an emulated cluster; None for plain processes.
-            calibrate: Measure ranks and links first, and adapt the rates to each limit of the links. Plans then use
-                these rates.
-            say: Function that reports progress.
+        ``calibrate``: measure ranks and links first, and adapt the rates to each limit of the links. Plans use them.
         """
         with ExitStack() as stack:
             made = None if cluster is None else stack.enter_context(Cluster(*cluster))
@@ -102,9 +97,7 @@ class World:
 
     def _at(self, workload: Workload, seq_len: int, links: Sequence[float | None]) -> Iterator[Row]:
         judged = self.judge(workload)
-        resources: dict[
-            str, list[Measurement]
-        ] = {}  # measured at the first link only, unless plans differ between links
+        resources: dict[str, list[Measurement]] = {}  # of the first link, unless plans differ between links
         for n, link in enumerate(links):
             rates = self.rates(link)
             if self.cluster is not None:
@@ -212,12 +205,7 @@ def results_of(
 ) -> Results:
     """Return the rows of one task, with the sizes that all rows share, and their origin.
 
-    Args:
-        workload: The workload of the rows.
-        rows: The rows.
-        command: Command that repeats the run.
-        cluster: (nodes, ranks per node) of the emulated cluster, or None.
-        by_rates: Whether the strategies planned with rates measured before.
+    ``cluster``: (nodes, ranks per node), or None. ``by_rates``: whether plans used rates that were measured before.
     """
     names = {"heads": "heads", "key-value heads": "kv_heads", "head dim": "head_dim", "dtype": "dtype"}
     if workload.task != "attention":

@@ -38,8 +38,7 @@ class Fingerprint(NamedTuple):
 def shared(spec: str) -> Parallelism:
     """Return how ranks share a sequence: a strategy, or ``STRATEGY/tp:N``, by which N neighbours share their tokens.
 
-    Raises:
-        ValueError: There is no such strategy, or it has no tensor parallelism.
+    ValueError: There is no such strategy, or it has no tensor parallelism.
     """
     name, _, cut = spec.partition("/tp:")
     parallelism = choose(name)
@@ -67,9 +66,7 @@ def refusal(workload: Workload, parallelism: Parallelism) -> str | None:
     except ValueError as error:
         return str(error)
     if workload.task == "attention" and not parallelism.posts:
-        return (
-            f"--strategies {parallelism.name} exchanges around attention, not within it; compare it in train or prefill"
-        )
+        return f"--strategies {parallelism.name} exchanges around attention, not in it; compare it in train or prefill"
     return None
 
 
@@ -93,12 +90,7 @@ def in_words(parallelism: Parallelism, plan: Plan, workload: Workload) -> str | 
 
 
 class AttentionSubject:
-    """Causal attention over sharded tensors, forward and backward.
-
-    Attributes:
-        predicted: Predicted bytes that this rank sends in one call.
-        chosen: Description of the plan by :func:`in_words`.
-    """
+    """Causal attention over sharded tensors, forward and backward; ``predicted``: bytes that this rank sends in it."""
 
     def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace) -> None:
         self.plan = traced(planned(parallelism, workload, None), trace)
@@ -146,12 +138,7 @@ class ModelSubject:
     """A Llama of ``workload``'s size: an optimizer step on random tokens, or a forward to the next token's logits.
 
     The learning rate is 0, so that the whole step is computed and the loss and gradients of all calls can be compared.
-
-    Args:
-        workload: Sizes of the model and of the sequence.
-        parallelism: How ranks share the sequence.
-        trace: Trace that records exchanges.
-        groups: Number of groups of ranks that each compute the same; more than one for the strategy ``single``.
+    ``groups``: of ranks that each compute the same; more than one for the strategy ``single``.
     """
 
     def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace, *, groups: int = 1) -> None:

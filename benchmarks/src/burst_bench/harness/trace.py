@@ -22,15 +22,10 @@ from .results import Span
 
 @dataclass(eq=False)
 class Trace:
-    """Spans of one rank, in the order of their ends.
+    """Spans of one rank, in the order of their ends."""
 
-    Attributes:
-        start: Time 0 of the spans, by ``time.perf_counter``.
-        spans: The spans recorded so far.
-    """
-
-    start: float = field(default_factory=time.perf_counter)
-    spans: list[Span] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)  # time 0 of the spans, by ``time.perf_counter``
+    spans: list[Span] = field(default_factory=list)  # the spans recorded so far
 
     def add(self, kind: str, start: float, end: float, label: str) -> None:
         self.spans.append(Span(kind, start - self.start, end - self.start, label))
@@ -85,9 +80,7 @@ def traced(plan: Plan, trace: Trace) -> Plan:
 class Collectives(TorchDispatchMode):
     """Record the collectives of tensor parallelism, and count the bytes that the ring algorithm would send.
 
-    Attributes:
-        activations: Bytes that this rank sends for tensors with three dimensions or more.
-        parameters: Bytes for tensors with fewer dimensions: gradients of parameters.
+    ``activations``: for tensors with three dimensions or more; ``parameters``: with fewer, gradients of parameters.
     """
 
     # Payload sent by each of W ranks, divided by (W - 1) / W times the larger of the collective's input and output.

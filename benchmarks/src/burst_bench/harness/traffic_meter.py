@@ -29,13 +29,9 @@ _OTHERS = (
 
 
 class TrafficMeter(ExitStack):
-    """A context that counts all bytes this process sends, through any package and process group.
+    """A context that counts all bytes this process sends, through any package and process group."""
 
-    Attributes:
-        sent: Payload bytes so far; None after a call that can't be counted.
-    """
-
-    sent: int | None = 0
+    sent: int | None = 0  # payload bytes so far; None after a call that can't be counted
 
     def __enter__(self) -> TrafficMeter:
         for name in (*_COUNTED, *_OTHERS):

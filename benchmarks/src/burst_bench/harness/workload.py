@@ -16,41 +16,31 @@ BLOCK = 4096  # positions per block of random numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Strategies at one sequence length.
+    """Strategies at one sequence length."""
 
-    Attributes:
-        task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
-            up to the logits of the next token).
-        strategies: Strategies, as :func:`burst_train.parallel.choose` takes them.
-        seq_len: Tokens of the whole sequence.
-        rounds: Timed calls of each strategy, in turns. With 0, the time comes from the separate call for ``resources``,
-            which is slightly slower.
-        resources: First run each strategy once alone, to count its bytes and measure its peak memory.
-        timeline: Record a timeline of each rank in one more call.
-        interface: Interface of the emulated cluster whose byte counter is read around each call; None without a
-            cluster.
-        dtype: Dtype of the computation.
-        device: cpu or cuda, for an attention call that is compared with other packages; all else runs on the CPU.
-        timeout: Seconds that an exchange may take.
-        rates: Rates of ranks and links for the planner; None: this user's calibrated rates, or a preset.
-    """
-
+    # ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward up to
+    # the logits of the next token).
     task: str = "attention"
-    strategies: tuple[str, ...] = ()
-    seq_len: int
+    strategies: tuple[str, ...] = ()  # strategies, as :func:`burst_train.parallel.choose` takes them
+    seq_len: int  # tokens of the whole sequence
+    # Timed calls of each strategy, in turns. With 0, the time comes from the separate call for ``resources``, which
+    # is slightly slower.
     rounds: int = 3
-    resources: bool = True
-    timeline: bool = False
+    resources: bool = True  # first run each strategy once alone, to count its bytes and measure its peak memory
+    timeline: bool = False  # record a timeline of each rank in one more call
+    # Interface of the emulated cluster whose byte counter is read around each call; None without a cluster.
     interface: str | None = None
     layers: int = 1
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 32
     vocabulary: int = 512
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # dtype of the computation
+    # cpu or cuda, for an attention call that is compared with other packages; all else runs on the CPU.
     device: str = "cpu"
     seed: int = 0
-    timeout: float = 1800.0
+    timeout: float = 1800.0  # seconds that an exchange may take
+    # Rates of ranks and links for the planner; None: this user's calibrated rates, or a preset.
     rates: Rates | None = None
 
     @property
@@ -89,9 +79,8 @@ class Workload:
         attention = 2 * s * (s + 1) * width
         if self.task == "attention":
             return 3.0 * attention
-        projections = (
-            2 * self.hidden * (2 * width + 2 * self.kv_heads * self.head_dim) + 6 * self.hidden * self.intermediate
-        )
+        columns = 2 * (2 * width + 2 * self.kv_heads * self.head_dim) + 6 * self.intermediate
+        projections = self.hidden * columns
         layers = self.layers * (attention + s * projections)
         head = 2 * self.hidden * self.vocabulary
         return float(layers + head) if self.task == "prefill" else 3.0 * (layers + s * head)
@@ -106,9 +95,8 @@ def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tens
     make = torch.Generator().manual_seed(workload.seed)
     positions = torch.arange(workload.seq_len) if positions is None else positions
     starts = range(0, workload.seq_len, BLOCK)
-    cuts = torch.searchsorted(
-        positions, torch.tensor([*starts, workload.seq_len])
-    ).tolist()  # bounds of each block in ``positions``
+    bounds = torch.tensor([*starts, workload.seq_len])
+    cuts = torch.searchsorted(positions, bounds).tolist()  # of each block in ``positions``
     inputs = []
     for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
         x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)

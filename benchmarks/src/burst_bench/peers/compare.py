@@ -50,25 +50,18 @@ from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_version, 
 
 @dataclass
 class Outcome:
-    """Outcome of a variant; it has figures only if its results were right.
-
-    Attributes:
-        variant: The variant.
-        refused: Reason why it has no result.
-        errors, bounds: Relative L2 error and its limit over all ranks, by tensor.
-        bytes: Bytes that each rank gave to the process group in one call; None if some rank could not count.
-        seconds: The slowest rank's seconds in each round.
-        copying: Seconds of each round that the stand-in spent on copies.
-        ratios: ``seconds`` divided by the first variant's, by round (above 1: ours is faster).
-    """
+    """Outcome of a variant; it has figures only if its results were right."""
 
     variant: Variant
-    refused: str | None = None
+    refused: str | None = None  # reason why it has no result
+    # Relative L2 error and its limit over all ranks, by tensor.
     errors: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
+    # Bytes that each rank gave to the process group in one call; None if some rank could not count.
     bytes: list[int] | None = None
-    seconds: list[float] = field(default_factory=list)
-    copying: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # the slowest rank's seconds in each round
+    copying: list[float] = field(default_factory=list)  # seconds of each round that the stand-in spent on copies
+    # ``seconds`` divided by the first variant's, by round (above 1: ours is faster).
     ratios: list[float] = field(default_factory=list)
 
     @property
@@ -115,8 +108,7 @@ def compare(
         link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
         timeout: Seconds that one call may take.
 
-    Raises:
-        ValueError: ``world`` is below 2, or a name is unknown.
+    ValueError: ``world`` is below 2, or a name is unknown.
     """
     if world < 2:
         raise ValueError(f"world={world} must be at least 2; the packages' rings can't send to themselves")

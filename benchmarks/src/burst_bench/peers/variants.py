@@ -35,17 +35,12 @@ ALL = 0  # ranks of a head-parallel group
 
 @dataclass(frozen=True, kw_only=True)
 class Theirs(Variant):
-    """A package's variant; the first word of its name is the package.
+    """A package's variant; the first word of its name is the package."""
 
-    Attributes:
-        function: Return the package's attention over [B, S, H, D]; all ranks call it at the same time.
-        order: Layout over the ring: ``contiguous``, ``zigzag`` or ``striped``.
-        ulysses: Ranks of one head-parallel group, or :data:`ALL`. The group's ranks split one shard of the ring.
-    """
-
+    # Return the package's attention over [B, S, H, D]; all ranks call it at the same time.
     function: Callable[[], Attention]
-    order: str = "contiguous"
-    ulysses: int = 1
+    order: str = "contiguous"  # layout over the ring: ``contiguous``, ``zigzag`` or ``striped``
+    ulysses: int = 1  # ranks of one head-parallel group, or :data:`ALL`. The group's ranks split one shard of the ring
 
     @property
     def package(self) -> str:
