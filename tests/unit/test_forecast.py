@@ -203,7 +203,7 @@ def test_meshes_are_compared_where_a_node_holds_them() -> None:
     wide = replace(on_two_nodes(None), model=model_of("llama-3-8b"))
     assert "a node has 2 ranks" in forecast_of("auto/tp:4", wide).refused
     whole = replace(wide.model, family="phi3")
-    assert "computes all heads" in forecast_of("auto/tp:2", replace(wide, model=whole)).refused
+    assert "not for phi3" in forecast_of("auto/tp:2", replace(wide, model=whole)).refused
     chunked = replace(on_two_nodes(None), saving=Saving(attention_chunks=2))
     assert "--attention-chunks" in forecast_of("auto/tp:2", chunked).refused
 

@@ -11,7 +11,6 @@ import torch
 from burst_attention import Mask
 from burst_attention.attention.batch import mask_of, widest_of
 from burst_attention.attention.hardware import shape_of
-from burst_attention.integrations.hf.tensor_axis import COMPARED
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED
@@ -23,7 +22,8 @@ from ..memory import DISK, Saving
 from .attention import Exchange, Workload, gather
 from .models import Model
 
-WHOLE_HEADS = ("phi3", "qwen3_5_text")  # of some layers at least
+# Families whose tensor parallelism is predicted: each rank has a part of the heads and of all that follows.
+CUT = ("gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 TENSOR = "/tp:"  # between a strategy's name and the number of ranks that cut the model
 
 # Share of a device's memory that a step may use. The process, the allocator and libraries need the rest.
@@ -107,8 +107,7 @@ class ForecastRequest:
         """
         cluster, model, family, saving = self.cluster, self.model, self.model.family, self.saving
         for wrong, text in (
-            (family not in COMPARED, f"{family} is not among the models that --tensor-parallel takes"),
-            (family in WHOLE_HEADS, f"each rank computes all heads of {family}, which is not predicted"),
+            (family not in CUT, f"--tensor-parallel is predicted for {', '.join(CUT)}, not for {family}"),
             (model.kv_heads % ranks, f"{ranks} ranks can't cut the {model.kv_heads} key-value heads"),
             (cluster.per_node % ranks, f"a node has {cluster.per_node} ranks, not a multiple of {ranks}"),
             (cluster.ranks % ranks, f"{ranks} must divide the {cluster.ranks} ranks"),

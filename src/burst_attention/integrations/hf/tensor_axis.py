@@ -27,8 +27,16 @@ from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Architectures whose loss and gradients were compared with one process.
-COMPARED = ("gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5_text")
+# Model types whose loss and gradients were compared with one process; docs/models.md lists them too.
+_TYPES = """
+    afmoe arcee aria_text axk1 beam cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v3 dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_oss
+    granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 kolibri1 laguna llama llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_5_text
+    qwen3_moe seed_oss smollm3 solar_open vaultgemma youtu
+"""
+COMPARED = frozenset(_TYPES.split())
 # For architectures for which transformers has no plan.
 _PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {
@@ -57,9 +65,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | Non
 
     Args:
         model: a causal language model of transformers, whole and with equal weights on every rank of the axis, without
-            an optimizer yet, of an architecture that was compared with one process: gemma3_text, gpt_oss, llama,
-            mistral, mixtral, phi3, qwen2, qwen3 or qwen3_5_text. It is modified in place. Its attention heads and
-            key-value heads must be multiples of the number of ranks.
+            an optimizer yet, of a model type that was compared with one process (docs/models.md). It is modified in
+            place. Its attention heads and key-value heads must be multiples of the number of ranks.
         mesh: the axis, named "tp", of a mesh that has the other axes too. On one rank nothing is cut.
         experts: the ranks that share the experts of a mixture: those of a context and of ``mesh``, as one axis
             (``mesh["cp", "tp"]._flatten("ep")``). Experts then get the tokens of the whole sequence. Their gradients
@@ -215,7 +222,8 @@ def _check(model: Any, ranks: int) -> None:
     if kind not in COMPARED or not type(model).__name__.endswith("ForCausalLM"):
         raise ValueError(
             f"{type(model).__name__} (model_type {kind!r}) was not compared with one process under tensor parallelism; "
-            f"use FSDP2, or a causal language model of {', '.join(COMPARED)}"
+            f"use FSDP2, or a causal language model of the {len(COMPARED)} types that docs/models.md lists, such as "
+            "llama, qwen3_moe and gemma3_text"
         )
     for name, x in model.named_parameters():
         if isinstance(x, DTensor):
