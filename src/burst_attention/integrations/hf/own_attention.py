@@ -45,29 +45,36 @@ def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: A
     request = next((each for each in given if isinstance(each, MaskRequest)), None)
     args = [None if isinstance(each, MaskRequest) else each for each in args]
     kwargs = {name: None if isinstance(each, MaskRequest) else each for name, each in kwargs.items()}
-    with _Products(_LayerCall(module, plans, request)):
+    with _LayerCall(module, plans, request):
         out = forward(*args, **kwargs)
     if isinstance(out, (tuple, list)):  # attention weights are never computed as a whole
         return type(out)(None if isinstance(each, _Scores) else each for each in out)
     return out
 
 
-@dataclass(frozen=True)
-class _LayerCall:
-    """One call of an attention: its module, the plans of the call, and the mask that its model asked for."""
+class _LayerCall(TorchFunctionMode):
+    """One call of an attention. While its forward runs, a stand-in replaces the product of queries and keys."""
 
-    module: Any
-    plans: Plans
-    request: MaskRequest | None
+    def __init__(self, module: Any, plans: Plans, request: MaskRequest | None) -> None:
+        super().__init__()
+        self.module, self.plans, self.request, self.length = module, plans, request, plans.one.length
+        local = getattr(module, "attention_type", None) == "local"  # GPT Neo's
+        self.window = int(module.config.window_size) if local else None
 
-    @property
-    def length(self) -> int:
-        return self.plans.one.length
-
-    @property
-    def window(self) -> int | None:  # only GPT Neo has one
-        local = getattr(self.module, "attention_type", None) == "local"
-        return int(self.module.config.window_size) if local else None
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if scores := next((each for each in args if isinstance(each, _Scores)), None):
+            return scores.changed_by(func, args, kwargs)
+        name, factors, scale = _name(func), args, 1.0
+        if name == "scaled_dot_product_attention":  # only if the layer's implementation is torch's, not ours
+            raise self.refuse("hides")
+        if name == "baddbmm" and len(args) == 3 and not args[0].any():
+            name, factors, scale = "bmm", args[1:], float(kwargs.get("alpha", 1.0))
+        if name in ("matmul", "bmm") and len(factors) == 2:
+            a, b = factors
+            if a.dim() >= 3 and a.shape[-2] == self.length == b.shape[-1] and a.shape[-1] == b.shape[-2]:
+                return _Scores(self, a, b.transpose(-1, -2), scale)
+        return func(*args, **kwargs)
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that our attention can't give."""
@@ -100,29 +107,6 @@ class _LayerCall:
         )
         out = out.transpose(1, 2).contiguous()
         return out if v.dim() == 4 else out.flatten(0, 1)
-
-
-class _Products(TorchFunctionMode):
-    """While a layer's forward runs, gives a stand-in for the product of queries and keys."""
-
-    def __init__(self, layer: _LayerCall) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if scores := next((each for each in args if isinstance(each, _Scores)), None):
-            return scores.changed_by(func, args, kwargs)
-        name, factors, scale = _name(func), args, 1.0
-        if name == "scaled_dot_product_attention":  # only if the layer's implementation is torch's, not ours
-            raise self._layer.refuse("hides")
-        if name == "baddbmm" and len(args) == 3 and not args[0].any():
-            name, factors, scale = "bmm", args[1:], float(kwargs.get("alpha", 1.0))
-        if name in ("matmul", "bmm") and len(factors) == 2:
-            (a, b), tokens = factors, self._layer.length
-            if a.dim() >= 3 and a.shape[-2] == tokens == b.shape[-1] and a.shape[-1] == b.shape[-2]:
-                return _Scores(self._layer, a, b.transpose(-1, -2), scale)
-        return func(*args, **kwargs)
 
 
 def _name(func: Any) -> str:
