@@ -16,7 +16,7 @@ from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import checks, models, parts
+from . import checks, converted, models, parts
 from .checks import ALONE, RUNNING, UNSTATED, MaskRequest
 from .dealt import Step
 from .known import KEEP_POSITIONS, gets_no_keywords
@@ -43,8 +43,10 @@ class Attention:
     """The function that every layer calls. It compares position ids once, because on a GPU that waits for kernels."""
 
     def __init__(self, names: Sequence[str] = (NAME,)) -> None:
+        self._names = names
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
-        self._models = models.Watch(names)
+        # Of each model that was checked: whether it was in training mode, and its layers' configurations.
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, list[Any]]] = weakref.WeakKeyDictionary()
 
     def __call__(
         self,
@@ -99,13 +101,31 @@ class Attention:
             checked = positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
             if not checked:
                 checks.check_rope(getattr(module, "config", None))
-                self._models.check(module, chosen)
+                self._check_model(module, chosen)
                 self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
         if not checked:
             checks.mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
+
+    @torch.compiler.disable
+    def _check_model(self, module: torch.nn.Module, plan: Plan) -> None:
+        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model."""
+        if plan.world == 1:
+            return
+        models.check_layers(getattr(module, "config", None))
+        model = models.running_model()
+        if model is None:  # a checkpointed layer is recomputed: its configuration alone can be checked
+            return
+        known = self._models.get(model)
+        if known is None or known[0] != model.training:
+            parts.check_structure(model)
+            converted.check_converted(model)
+            parts.check_hooks(model)
+            parts.check_random(model)
+            known = self._models[model] = model.training, parts.attention_configs(model)
+        parts.check_implementations(model, known[1], self._names)
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"

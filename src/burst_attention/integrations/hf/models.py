@@ -9,8 +9,7 @@ runs. ``check_model`` also measures the model.
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -141,33 +140,6 @@ def embeds_positions(model: Any) -> bool:
     rope = getattr(config, "rope_parameters", None)
     scaled = getattr(config, "attn_temperature_tuning", None) or "llama_4_scaling_beta" in str(rope)
     return learned or bool(scaled)
-
-
-class Watch:
-    """Checks each model once, not in every layer. It must use an attention of one of these names."""
-
-    def __init__(self, names: Sequence[str] = (NAME,)) -> None:
-        self._names = names
-        # model: (whether it was in training mode, its layers' configurations)
-        self._right: weakref.WeakKeyDictionary[nn.Module, tuple[bool, list[Any]]] = weakref.WeakKeyDictionary()
-
-    @torch.compiler.disable
-    def check(self, module: nn.Module, plan: Plan) -> None:
-        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model."""
-        if plan.world == 1:
-            return
-        check_layers(getattr(module, "config", None))
-        model = running_model()
-        if model is None:  # a checkpointed layer is recomputed: its configuration alone can be checked
-            return
-        known = self._right.get(model)
-        if known is None or known[0] != model.training:
-            parts.check_structure(model)
-            converted.check_converted(model)
-            parts.check_hooks(model)
-            parts.check_random(model)
-            known = self._right[model] = model.training, parts.attention_configs(model)
-        parts.check_implementations(model, known[1], self._names)
 
 
 @torch.compiler.disable
