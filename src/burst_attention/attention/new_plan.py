@@ -25,6 +25,7 @@ from ..planner.rates import MeasuredOn, Rates
 from .hardware import (
     CallShape,
     Hardware,
+    RatesGiven,
     carries_gpus,
     checked_kinds,
     known_rates,
@@ -101,24 +102,27 @@ def make_plan(
             "nodes": at and hashlib.blake2b(repr(at).encode(), digest_size=8).hexdigest(),
             "calls to expect": known and astuple(known),
         }
-        own: dict[str, Any] = {"host": socket.gethostname()}
-        if rank == 0:
-            found = known_rates(hardware.rates, on_gpus=on_gpus, world=world)
-            own["rates"] = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
-            measures = found is None and hardware.rates is None
-            own |= {"guessed": found is None, "measure": asdict(this_machine(world, on_gpus)) if measures else None}
-    shared = agreement.agree("make_plan", fields, own)
-    names = [each["host"] for each in shared]
+        own = {"host": socket.gethostname(), **(_offered(hardware.rates, world, on_gpus) if rank == 0 else {})}
+    first, *others = agreement.agree("make_plan", fields, own)
+    names = [each["host"] for each in (first, *others)]
     hosts = [names.index(name) for name in names] if at is None else at
-    rates, unsure = Rates.from_dict(shared[0]["rates"]), shared[0]["guessed"]
+    rates, unsure = Rates.from_dict(first["rates"]), first["guessed"]
     threads = isinstance(resolved, LocalGroup) and len(set(hosts)) == 1  # they share no link, and one interpreter
-    if shared[0]["measure"] and world > 1 and not threads:
+    if first["measure"] and world > 1 and not threads:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-        rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
+        rates = replace(rates, measured_on=MeasuredOn(**first["measure"]))
         rates, unsure = measured(rates, transport, agreement, hosts, device)
     planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
     schedule = _chosen_together(planner, transport, agreement, seqlen, options)
     return Plan(schedule, planner, transport, agreement)
+
+
+def _offered(given: RatesGiven, world: int, on_gpus: bool) -> dict[str, Any]:
+    """Return what rank 0 tells the others about rates; ``measure``: the machine, if it should be measured."""
+    found = known_rates(given, on_gpus=on_gpus, world=world)
+    machine = asdict(this_machine(world, on_gpus)) if found is None and given is None else None
+    rates = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
+    return {"rates": rates, "guessed": found is None, "measure": machine}
 
 
 def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
@@ -170,10 +174,8 @@ def _chosen_together(
     return schedule
 
 
-def single_rank_plan(
-    seqlen: int, *, mask: Mask | None = None, layout: str = "contiguous", usage: Usage | None = None
-) -> Plan:
+def single_rank_plan(seqlen: int, *, mask: Mask | None = None, usage: Usage | None = None) -> Plan:
     """Return the plan of a single rank, which holds the whole sequence. Needs no process group, exchanges nothing."""
-    planner, strategy = Planner(), Strategy(layout=layout, route="direct", ulysses_degree=1)
+    planner, strategy = Planner(), Strategy(layout="contiguous", route="direct", ulysses_degree=1)
     schedule = planner.choose(seqlen, mask=Mask() if mask is None else mask, strategy=strategy, rank=0, world=1)
     return Plan(schedule, planner, Transport(None), Agreement(Transport(None)), usage=usage)

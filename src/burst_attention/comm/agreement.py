@@ -229,21 +229,7 @@ class Agreement:
                 health.note(int.from_bytes(digest[:6], "big"))
             return [None] * self.transport.world
         _raise_refusal(records, self.transport.rank)
-        calls = [record["call"] for record in records]
-        if len(set(calls)) > 1:
-            raise DisagreementError(
-                f"the ranks are in different calls: {_by_value(calls)}. Make the same calls on every rank"
-            )
-        odd = {
-            name: [record["fields"].get(name) for record in records]
-            for name in records[0]["fields"]
-            if any(record["fields"].get(name) != records[0]["fields"][name] for record in records)
-        }
-        if odd:
-            differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-            known = {_ORDER: "Make all calls and run their backwards in one order on every rank", **(remedies or {})}
-            ways = dict.fromkeys(known.get(name, remedy) for name in odd)
-            raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
+        _raise_difference(call, records, remedy, remedies or {})
         return [record["own"] for record in records]
 
     def collect(self, call: str, own: Any) -> list[Any]:
@@ -373,6 +359,21 @@ def _raise_refusal(records: list[dict[str, Any]], rank: int, error: Exception | 
         raise kind(_text(error)) from error
     own = "" if error is None else f"; this rank refused it too: {_text(error)}"
     raise kind(f"rank {first} refused the call: {refusals[first][1]}{own}") from error
+
+
+def _raise_difference(call: str, records: list[dict[str, Any]], remedy: str, remedies: Mapping[str, str]) -> None:
+    calls = [record["call"] for record in records]
+    if len(set(calls)) > 1:
+        raise DisagreementError(
+            f"the ranks are in different calls: {_by_value(calls)}. Make the same calls on every rank"
+        )
+    fields = {name: [record["fields"].get(name) for record in records] for name in records[0]["fields"]}
+    odd = {name: values for name, values in fields.items() if any(value != values[0] for value in values)}
+    if odd:
+        differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
+        known = {_ORDER: "Make all calls and run their backwards in one order on every rank", **remedies}
+        ways = dict.fromkeys(known.get(name, remedy) for name in odd)
+        raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
 
 
 def _by_value(values: list[Any]) -> str:
