@@ -9,7 +9,7 @@ from torch import Tensor
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.sweep import sweep
-from burst_attention.kernels.contract import BackwardInputs, blank_output
+from burst_attention.kernels.contract import BackwardInputs, Kernel, blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.tile import Tiles
@@ -18,7 +18,7 @@ from burst_train.forecast.footprint import LiveBytes, example, peak_of
 HEADS, KV_HEADS, DIM, V_DIM = 8, 4, 32, 48
 
 
-class Idle:
+class Idle(Kernel):
     """Allocates what a stock kernel does, and computes nothing."""
 
     name = "idle"

@@ -8,7 +8,7 @@ import torch
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
-from burst_attention.kernels.contract import BackwardInputs, Measuring
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
 from burst_attention.plan.layout import Layout
@@ -34,7 +34,7 @@ def chosen(name, dtype):
         kernel = choose(name, device=torch.device("cuda"), dtype=dtype)
     except ValueError as error:
         pytest.skip(str(error))
-    return kernel.untuned() if isinstance(kernel, Measuring) else kernel
+    return kernel.untuned()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

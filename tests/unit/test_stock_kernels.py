@@ -596,6 +596,8 @@ class LostWithoutDo(Reference):
 
 
 class CarriedWrong(Reference):
+    continues = True
+
     def extend(self, q, k, v, tiles, scale, out, lse):
         out.copy_(self.forward(q, k, v, tiles, scale)[0])
 

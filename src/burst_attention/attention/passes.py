@@ -21,7 +21,6 @@ from torch.autograd import forward_ad
 
 from ..kernels.contract import (
     BackwardInputs,
-    Continuing,
     Kernel,
     accumulation_dtype,
     add_,
@@ -98,7 +97,7 @@ class Forward:
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         """Compute one pair; return partial results by side, {} if a kernel extended ``running()`` in place."""
         (q,), (k, v) = query, key
-        if isinstance(self.kernel, Continuing) and (total := running()):
+        if self.kernel.continues and (total := running()):
             self.kernel.extend(q, k, v, tiles, self.scale, *total)
             return {}
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.transport import PACKED_BYTES, Receive, Send, Transport
 from ..kernels import choose
-from ..kernels.contract import BackwardInputs, Measuring
+from ..kernels.contract import BackwardInputs
 from ..plan.tile import Tile, Tiles
 from ..planner.rates import Link, Rates, Speed, measured_file, read_rates, write_rates
 from .plan import exchange_small
@@ -145,7 +145,7 @@ class Probe:
     def tile(self, dtype: torch.dtype, tile: Tile, heads: int) -> list[Callable[[], Any]]:
         """Return the forward and the backward of one tile, as calls. Both have run once."""
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
-        if isinstance(kernel, Measuring) and not self._thorough:  # the other ranks would wait for its tuning
+        if not self._thorough:  # the other ranks would wait for its tuning
             kernel = kernel.untuned()
         sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
         q, k, v, dout = (self.random(1, heads, n, DIM, dtype=dtype) for n in sizes)

@@ -9,7 +9,7 @@ import torch
 
 from . import cudnn_graphs, flash
 from .aten import Aten, CpuFlash, Cudnn, Efficient
-from .contract import CAPPING, HALVES, Capping, Kernel, Measuring, capturing
+from .contract import HALVES, Kernel, capturing
 from .prove import check_once
 from .reference import BLOCK, Reference
 from .windowed import CudaFlash, Windowed
@@ -80,11 +80,7 @@ def choose(
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel = _MAKERS[name]()
     kernel.check(device, dtype, head_dims)
-    if softcap is None:
-        return kernel
-    if not isinstance(kernel, Capping):
-        raise ValueError(f"kernel={name!r} has no soft cap; {CAPPING}")
-    return kernel.capped(softcap)
+    return kernel if softcap is None else kernel.capped(softcap)
 
 
 def candidates(
@@ -164,8 +160,7 @@ def _choose_auto(
             # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
             if device.type != "cpu" and name not in ("reference", "blockwise"):
                 # Whatever sizes were measured, the fixed ones always work.
-                fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
-                check_once(fixed, device, dtype, head_dims, fixed_order=ordered, softcap=softcap)
+                check_once(kernel.untuned(), device, dtype, head_dims, fixed_order=ordered, softcap=softcap)
         except torch.OutOfMemoryError:
             raise  # the kernel may be fine
         except Exception as error:  # a package may fail in any way; explain() lists the error

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -168,27 +168,30 @@ class BackwardInputs:
         return row_dot(self.dout, self.out, self.lse.dtype)
 
 
-class Kernel(Protocol):
+class Kernel:
     """Attention over all tiles of one pair: queries [B, Hq, Sq, D], keys [B, Hkv, Sk, D], values [B, Hkv, Sk, Dv].
 
     The tensors contain only rows that some tile covers. They may be strided, with a dense last dim, and are read-only.
     Hq % Hkv == 0. Tiles are disjoint. Each row and each column of a tile has at least one visible entry. ``scale`` > 0.
     """
 
+    continues: ClassVar[bool] = False  # whether it has :meth:`extend`
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        raise NotImplementedError
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         """Return whether results for ``dtype`` inputs are accumulated and returned in fp32 (fp64 for fp64)."""
-        ...
+        raise NotImplementedError
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         """Raise ValueError with a remedy if the kernel does not support these. ``head_dims``: (of q and k, of v)."""
-        ...
+        raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64). Rows without a tile get out 0 and lse -inf."""
-        ...
+        raise NotImplementedError
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of these tiles only, in the shapes of q, k, v.
@@ -196,37 +199,25 @@ class Kernel(Protocol):
         P = exp(scale q k' - lse), dV = P' dO, dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q
         (FlashAttention-2, arXiv 2307.08691, algorithm 2).
         """
-        ...
-
-
-@runtime_checkable
-class Continuing(Kernel, Protocol):
-    """A kernel that can add tiles to an earlier result of the same rows."""
+        raise NotImplementedError
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
 
         Same result as :func:`merge_`, but without another pass over memory. ``out`` and ``lse`` may be strided.
         """
-        ...
-
-
-@runtime_checkable
-class Capping(Kernel, Protocol):
-    """A kernel that can cap scores: c tanh(s / c) takes the place of each score s (Gemma 2, arXiv 2408.00118)."""
+        raise NotImplementedError
 
     def capped(self, softcap: float) -> Kernel:
-        """Return the same kernel with scores capped at ``softcap`` > 0. Raise ValueError if its package can't."""
-        ...
+        """Return the same kernel with c tanh(s / c) in place of each score s (Gemma 2, arXiv 2408.00118), c > 0.
 
-
-@runtime_checkable
-class Measuring(Kernel, Protocol):
-    """A kernel that measures on first use which of its configurations is fastest."""
+        Raise ValueError if it can't cap scores.
+        """
+        raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
 
     def untuned(self) -> Kernel:
-        """Return the same kernel with one fixed configuration."""
-        ...
+        """Return the same kernel with one fixed configuration, if it measures which one is fastest."""
+        return self
 
 
 def finite_lse(lse: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import BackwardInputs, Continuing, Kernel, finite_lse, row_dot
+from .contract import BackwardInputs, Kernel, finite_lse, row_dot
 from .reference import Reference
 
 
@@ -168,7 +168,7 @@ def _check(
     inputs = BackwardInputs(dout, q, k, v, lse, delta, tiles, scale, of_lse=dlse != 0)
     runs = [(*kernel.forward(q, k, v, tiles, scale), *kernel.backward(inputs)) for _ in range(2)]
     results = [*zip(names, runs[0], expected, strict=True)]
-    if isinstance(kernel, Continuing):
+    if kernel.continues:
         total = _continued(kernel, q, k, v, tiles, scale)
         results += zip(("out after extend", "lse after extend"), total, expected[:2], strict=True)
     for name, mine, right in results:
@@ -182,9 +182,7 @@ def _check(
             raise ArithmeticError(f"its {name} differs from run to run on this device")
 
 
-def _continued(
-    kernel: Continuing, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor]:
+def _continued(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the tiles' first column halves, extended by the second halves in strided buffers."""
     first, second = (
         Tiles(np.array([part for tile in tiles if (part := _half(tile, n)) is not None], np.int64)) for n in range(2)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import BackwardInputs, accumulation_dtype, band_seen, blank_output, merge_
+from .contract import BackwardInputs, Kernel, accumulation_dtype, band_seen, blank_output, merge_
 
 BLOCK = 512  # rows and columns of a block: its scores fit a core's cache
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(Kernel):
     """Kernel that materializes the probabilities of each tile, or of blocks; scores are capped at ``softcap``."""
 
     softcap: float | None = None

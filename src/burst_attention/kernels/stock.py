@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 from .contract import (
+    CAPPING,
     BackwardInputs,
+    Kernel,
     accumulation_dtype,
     blank_output,
     check_gpu,
@@ -174,6 +176,10 @@ class Ops:
         """Raise ValueError if the device or dtype is not supported."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
+    def capped(self, softcap: float) -> Ops:
+        """Return the same functions with capped scores. Raise ValueError if they can't cap scores."""
+        raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
+
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the backward of such inputs runs."""
         return dtype
@@ -188,7 +194,7 @@ class Ops:
 
 
 @dataclass(frozen=True)
-class Stock(ABC, Generic[Launch]):
+class Stock(Kernel, ABC, Generic[Launch]):
     """A kernel that cuts tiles into launches of ``ops``. All tensors of a launch are padded to one head dimension."""
 
     ops: Ops

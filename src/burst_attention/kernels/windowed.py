@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import CAPPING, WIDEST, no_dropout
+from .contract import WIDEST, no_dropout
 from .stock import Ops, Stock, StockInputs
 
 _aten = torch.ops.aten
@@ -58,15 +58,6 @@ def _split_before(tile: Tile, row: int) -> Iterator[Tile]:
             yield part
 
 
-@runtime_checkable
-class CappingOps(Protocol):
-    """Ops that can cap scores (:class:`~.contract.Capping`)."""
-
-    def capped(self, softcap: float) -> Ops:
-        """Return the ops with capped scores. Raise ValueError if this version of the package can't."""
-        ...
-
-
 @dataclass(frozen=True)
 class Windowed(Stock[Tile]):
     """Kernel over ops for [B, S, H, D] and a :class:`Window`. A tile's results are rounded, then summed in fp32."""
@@ -78,9 +69,6 @@ class Windowed(Stock[Tile]):
         return launches_of(tiles)
 
     def capped(self, softcap: float) -> Windowed:
-        """Return the kernel with capped scores. Raise ValueError if the package has no soft cap."""
-        if not isinstance(self.ops, CappingOps):
-            raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
         return replace(self, ops=self.ops.capped(softcap))
 
     def run_backward(self, launch: Tile, x: StockInputs, scale: float) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from burst_attention.attention.passes import Backward, Forward, Pass, Tensors, cache
 from burst_attention.attention.sweep import sweep, sweeps
 from burst_attention.comm.transport import Operation, Transport
-from burst_attention.kernels.contract import BackwardInputs, accumulation_dtype, blank_output
+from burst_attention.kernels.contract import BackwardInputs, Kernel, accumulation_dtype, blank_output
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
@@ -154,7 +154,7 @@ class _Silent(Transport):
         return []
 
 
-class _Allocating:
+class _Allocating(Kernel):
     """A kernel that allocates its results and computes nothing."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,12 +162,12 @@ class _Allocating:
         out, _ = blank_output(q, v, q.shape[2], q.dtype)
         return out, blank_output(q[..., :0], v[..., :0], q.shape[2], accumulation_dtype(q.dtype))[1]
 
-    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate what a backward returns, and its temporary buffers."""
         surrogate = torch.zeros_like(inputs.dout) if inputs.out is None else None
-        grads = tuple(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v))
+        dq, dk, dv = (torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v))
         del surrogate
-        return grads
+        return dq, dk, dv
 
 
 def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, calls: int = 1) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tiles
-from ..contract import WIDEST, BackwardInputs, blank_output, check_width, on_device_of
+from ..contract import WIDEST, BackwardInputs, Kernel, blank_output, check_width, on_device_of
 from . import programs
 from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
@@ -24,12 +24,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(eq=False)
-class Triton:
+class Triton(Kernel):
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
     Partial results are fp32. Block sizes, measured by ``burst calibrate`` if ``tuned``, fix the order of sums.
     """
 
+    continues = True
     tuned: bool = True
     softcap: float | None = None  # None for plain scores
     tables: BlockTables = field(default_factory=BlockTables)
