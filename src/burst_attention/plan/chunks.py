@@ -30,10 +30,6 @@ class Chunks:
     count: int
 
     @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
     def world(self) -> int:
         """Number of chunks."""
         return self.layout.world * self.count

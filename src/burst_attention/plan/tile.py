@@ -102,8 +102,7 @@ class Tiles:
 
 def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> dict[tuple[int, int], Tiles]:
     """Return the tiles between segments as in :meth:`Layout.table`, by the numbers in their owner column."""
-    strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
-    table = joined(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
+    table = joined(_intersect(q_segments, k_segments, regions))
     cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
     parts = np.split(table, cuts) if len(table) else []
     return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in parts}
@@ -118,7 +117,7 @@ def wanted_tiles(
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
     tables = [
-        _all_tiles(queries, keys, regions, *(_chunks(x, count) for x in (q_owners, k_owners)))
+        _intersect(queries.table(_chunks(q_owners, count)), keys.table(_chunks(k_owners, count)), regions)
         for k_owners, q_owners in owners.items()
     ]
     found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
@@ -132,24 +131,7 @@ def _chunks(owners: Sequence[int], count: int) -> Sequence[int]:
 
 def region_tiles(queries: Layout | Chunks, keys: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
     """Return the tiles of all pairs before joining, int64 [T, 9]: query owner, key owner, region, then a tile."""
-    ranks = range(queries.world)
-    return _all_tiles(queries, keys, regions, ranks, ranks)
-
-
-def _all_tiles(
-    queries: Layout | Chunks,
-    keys: Layout | Chunks,
-    regions: np.ndarray,
-    q_owners: Sequence[int],
-    k_owners: Sequence[int],
-) -> np.ndarray:
-    q_segments, k_segments = queries.table(q_owners), keys.table(k_owners)
-    strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
-    if len(strides) > 1:
-        raise ValueError(
-            f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}; use one"
-        )
-    return _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
+    return _intersect(queries.table(range(queries.world)), keys.table(range(queries.world)), regions)
 
 
 def _ceil(a: np.ndarray, b: Any) -> np.ndarray:
@@ -173,8 +155,9 @@ def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
     return np.repeat(np.arange(len(start)), count), order[runs(low, count)]
 
 
-def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
-    """Return the tiles of all segments and regions: query owner, key owner, region, then a tile, int64 [T, 9]."""
+def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> np.ndarray:
+    """Return the tiles of all segments, which have one stride, and regions: the owners, region, tile, int64 [T, 9]."""
+    stride = max(q_segments[:, 4].max(initial=1), k_segments[:, 4].max(initial=1))  # a schedule has checked it
     region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
     at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])
     region = region[at]
