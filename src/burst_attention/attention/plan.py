@@ -27,10 +27,10 @@ from ..plan.schedule import Schedule
 from ..planner.choice import Candidate
 from ..planner.explain import explain
 from ..planner.planner import Planner
-from . import unshard as resharding
 from .hardware import checked_shape
 from .passes import Kind
 from .sweep import DeviceIndices
+from .unshard import reshard
 
 MOST_CALLS = 16
 
@@ -287,7 +287,7 @@ class Plan:
                 takes this rank's slice of its gradient and moves nothing. ``sum``: each rank computes a share of one
                 loss, so it adds up all ranks' gradients of this slice.
         """
-        return resharding.unshard(x, dim, grad, self.schedule.layout, self.transport, self.agreement)
+        return reshard("unshard", x, dim, grad, self.schedule.layout, self.transport, self.agreement)
 
     def sum_shards(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of the sum of all ranks' ``x``: S entries along ``dim`` become S_local.
@@ -298,7 +298,7 @@ class Plan:
         Raises:
             TypeError, ValueError: ``x`` does not have the sequence's tokens along ``dim``; on every rank.
         """
-        return resharding.sum_shards(x, dim, self.schedule.layout, self.transport, self.agreement)
+        return reshard("sum_shards", x, dim, "sum", self.schedule.layout, self.transport, self.agreement)
 
     def shard_labels(self, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         """Return this rank's shard of :meth:`shift_labels`: [B, S] unshifted token ids -> [B, S_local] targets."""

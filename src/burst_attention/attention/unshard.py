@@ -59,35 +59,13 @@ class _Reshard:
             return move(dy, phase="backward", number=number)
 
 
-def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
-    """Implement :meth:`burst_attention.Plan.unshard`."""
-    length = layout.lengths[transport.rank]
-    call = _agreed("unshard", x, dim, length, "this rank's", grad, layout, transport, agreement)
-    with transport.health.failing("unshard"):
-        whole: Tensor = _Unshard.apply(x, call)
-    return whole
-
-
-def sum_shards(x: Tensor, dim: int, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
-    """Implement :meth:`burst_attention.Plan.sum_shards`."""
-    call = _agreed("sum_shards", x, dim, layout.seqlen, "the sequence's", "sum", layout, transport, agreement)
-    with transport.health.failing("sum_shards"):
-        own: Tensor = _SumShards.apply(x, call)
-    return own
-
-
-def _agreed(
-    name: str,
-    x: Tensor,
-    dim: int,
-    length: int,
-    whose: str,
-    grad: str,
-    layout: Layout,
-    transport: Transport,
-    agreement: Agreement,
-) -> _Reshard:
-    """Check a call, and agree on it with the other ranks; ``length``: of x along ``dim``."""
+def reshard(
+    name: str, x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement
+) -> Tensor:
+    """Implement :meth:`burst_attention.Plan.unshard` and :meth:`burst_attention.Plan.sum_shards`, by ``name``."""
+    whose, length = "this rank's", layout.lengths[transport.rank]
+    if name == "sum_shards":
+        whose, length = "the sequence's", layout.seqlen
     with agreement.entering(name, once=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__}, not a tensor; pass {whose} {length} tokens")
@@ -110,44 +88,31 @@ def _agreed(
             "layout": layout.description,
         }
     agreement.agree(name, fields, once=True)
-    return _Reshard(name, layout, transport, dim, grad, transport.health.next_call())
+    call = _Reshard(name, layout, transport, dim, grad, transport.health.next_call())
+    with transport.health.failing(name):
+        moved: Tensor = _Resharded.apply(x, call)
+    return moved
 
 
-class _Unshard(torch.autograd.Function):
-    """Ledger. in x, S_local entries along dim; out the global tensor, S entries; saved nothing.
+class _Resharded(torch.autograd.Function):
+    """Ledger. unshard: in x, S_local entries along dim; out the global tensor, S entries; saved nothing.
 
     back    slice: dx = this rank's entries of dy.
             sum: dx = the sum over ranks r of those entries of dy_r, in rank order, in the accumulation dtype.
+
+    sum_shards is the adjoint of unshard with the gradient ``sum``.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
-        """Gather all shards in global order."""
         ctx.call = call
-        return call.gathered(x, phase="forward", number=call.number)
+        move = call.gathered if call.name == "unshard" else call.summed
+        return move(x, phase="forward", number=call.number)
 
     @staticmethod
-    @differentiable_once("unshard")
+    @differentiable_once("unshard or sum_shards")
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's slice of the gradient, or sum the slices of all ranks' gradients."""
         call: _Reshard = ctx.call
         if call.grad == "slice":
             return dy.index_select(call.dim, call.positions(call.transport.rank, dy.device)), None
-        return call.backward(dy, call.summed), None
-
-
-class _SumShards(torch.autograd.Function):
-    """The adjoint of :class:`_Unshard` with the gradient ``sum``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
-        """Add up this rank's slices of all ranks' tensors."""
-        ctx.call = call
-        return call.summed(x, phase="forward", number=call.number)
-
-    @staticmethod
-    @differentiable_once("sum_shards")
-    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
-        """Gather the gradient."""
-        call: _Reshard = ctx.call
-        return call.backward(dy, call.gathered), None
+        return call.backward(dy, call.summed if call.name == "unshard" else call.gathered), None
