@@ -48,6 +48,11 @@ def read_faults() -> list[Fault]:
 SEEDED = read_faults()
 
 
+def home_of(fault: Fault) -> str:
+    """The file of a fault, from the root of the sources."""
+    return fault.file if fault.file.startswith(("src/", "benchmarks/")) else f"src/burst_attention/{fault.file}"
+
+
 def try_fault(fault: Fault) -> tuple[Fault, str, float]:
     """'caught', or what is wrong, and the seconds it took."""
     started = time.monotonic()
@@ -55,8 +60,7 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         copies = [Path(folder) / name for name in ("src", "benchmarks")]
         for copy in copies:
             shutil.copytree(ROOT / copy.name, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        home = Path(folder) if fault.file.startswith(("src/", "benchmarks/")) else copies[0] / "burst_attention"
-        target = home / fault.file
+        target = Path(folder) / home_of(fault)
         text = target.read_text()
         if text.count(fault.old) != 1:
             return fault, f"its text stands {text.count(fault.old)} times in {fault.file}", 0.0
