@@ -127,14 +127,15 @@ def stock_loss(model, batch):
     return model(**batch, use_cache=False).loss
 
 
-def trained(name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype=torch.float64, own=None, **options):
-    """Return the greatest relative errors of losses and of gradients, over some steps."""
+def trained(
+    name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype=torch.float64, own=None, clip=None, **options
+):
+    """Return the greatest relative errors of losses and of gradients, over some steps; of weights with ``clip``."""
     changes = own or {}
     one = model_of(name, dtype, **changes)
     model, mesh = meshed(name, sizes, dtype, shards=shards, memory=memory, **options, **changes)
     model.train()
-    first = torch.optim.SGD(one.parameters(), 0.05)
-    second = torch.optim.SGD(model.parameters(), 0.05)
+    first, second = (torch.optim.SGD(each.parameters(), 0.05) for each in (one, model))
     off, wrong, groups, mine = 0.0, 0.0, sizes[0], mesh["dp"].get_local_rank()
     for step in range(steps):
         for part in range(accumulate):
@@ -144,11 +145,28 @@ def trained(name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype
             loss = model(**rows[mine]).loss
             loss.backward()
             off = max(off, abs(loss.item() / losses[mine].item() - 1))
-        got = whole_gradients(model, mesh, shards=shards)
-        wrong = max(wrong, worst(got, {n: x.grad for n, x in one.named_parameters()}))
+        if clip is None:
+            wrong = max(wrong, worst(whole_gradients(model, mesh, shards=shards), gradients(one)))
+        else:
+            torch.nn.utils.clip_grad_norm_(one.parameters(), clip)
+            hf.clip_grad_norm_(model.parameters(), clip)
         first.step(), second.step()
         first.zero_grad(), second.zero_grad()
+    if clip is not None:
+        found = {key: x.full_tensor() for key, x in model.named_parameters()}
+        wrong = worst(found, {key: x.detach() for key, x in one.named_parameters()})
     return off, wrong
+
+
+def gradients(one):
+    return {name: x.grad for name, x in one.named_parameters()}
+
+
+def check(found, dtype=torch.float64):
+    """Check the errors of losses and gradients on all ranks; transformers' own loss is in fp32."""
+    for loss, gradient in found:
+        assert loss <= 5e-7
+        assert gradient <= (2e-6 if dtype == torch.float64 else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +187,7 @@ def trained(name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype
     ],
 )
 def test_steps_over_a_mesh_are_one_process(pools, name, sizes, case, shards):
-    for loss, gradient in pools(4).run(trained, name, sizes, case, shards):
-        assert loss <= 5e-7  # transformers' own loss is in fp32
-        assert gradient <= 2e-6
+    check(pools(4).run(trained, name, sizes, case, shards))
 
 
 @pytest.mark.parametrize(
@@ -179,9 +195,7 @@ def test_steps_over_a_mesh_are_one_process(pools, name, sizes, case, shards):
     [("llama", (1, 1, 2), "packed"), ("qwen3", (2, 2, 1), "plain"), ("llama", (1, 3, 2), "packed")],
 )
 def test_other_sizes_of_the_mesh(pools, name, sizes, case):
-    for loss, gradient in pools(sizes[0] * sizes[1] * sizes[2]).run(trained, name, sizes, case, True):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6
+    check(pools(sizes[0] * sizes[1] * sizes[2]).run(trained, name, sizes, case, True))
 
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -199,9 +213,7 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own, memory):
     dtype = torch.float32 if "experts_implementation" in own else torch.float64
     asked = (name, sizes, case, shards, 2, 2, memory, dtype, own)
-    for loss, gradient in pools(4).run(functools.partial(trained, *asked, by_context=True)):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
+    check(pools(4).run(functools.partial(trained, *asked, by_context=True)), dtype)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -209,9 +221,7 @@ def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own,
 def test_ranks_whose_experts_get_no_token(pools, by_context, shards):
     """Their outputs are zeros, from which no gradient would flow; the others would wait for their sums."""
     asked = ("idle", (1, 2, 2), "plain", shards, 1)
-    for loss, gradient in pools(4).run(functools.partial(trained, *asked, by_context=by_context)):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6
+    check(pools(4).run(functools.partial(trained, *asked, by_context=by_context)))
 
 
 def summed_over_a_context(first, second):
@@ -227,14 +237,12 @@ def summed_over_a_context(first, second):
             if "experts" not in name:
                 x.grad *= mesh["cp"].size()  # a sum over the context, less the mean that follows
     found = whole_gradients(model, mesh, shards=False)
-    return abs(loss.item() / wanted.item() - 1), worst(found, {n: x.grad for n, x in one.named_parameters()})
+    return abs(loss.item() / wanted.item() - 1), worst(found, gradients(one))
 
 
 @pytest.mark.parametrize(("first", "second"), [("mean", "sum"), ("sum", "mean")])
 def test_gradients_of_shared_experts_are_whole(pools, first, second):
-    for loss, gradient in pools(4).run(summed_over_a_context, first, second):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6
+    check(pools(4).run(summed_over_a_context, first, second))
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -256,9 +264,7 @@ def test_gradients_accumulate(pools, shards):
 )
 def test_less_memory_over_a_mesh(pools, name, memory):
     case = "plain" if name == "sinks" else "packed"  # packed documents see each other in the stock model
-    for loss, gradient in pools(4).run(trained, name, (1, 2, 2), case, True, 2, 1, memory):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6
+    check(pools(4).run(trained, name, (1, 2, 2), case, True, 2, 1, memory))
 
 
 def calls_of_a_part():
@@ -293,32 +299,13 @@ def test_chunks_of_heads_are_of_the_parts(pools):
 def test_the_loss_of_a_router(pools, implementation):
     own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "experts_implementation": implementation}
     dtype = torch.float64 if implementation == "eager" else torch.float32
-    for loss, gradient in pools(4).run(trained, "mixtral", (1, 2, 2), "plain", False, 2, 1, None, dtype, own):
-        assert loss <= 5e-7
-        assert gradient <= 2e-6 if dtype == torch.float64 else 1e-4
+    check(pools(4).run(trained, "mixtral", (1, 2, 2), "plain", False, 2, 1, None, dtype, own), dtype)
 
 
 def after_twenty_steps(name, sizes, case, by_context=False):
     """Train with clipping; return the greatest relative errors of a loss, and of weights after 20 steps."""
     own = {"experts_implementation": "grouped_mm"} if name in ("mixtral", "gpt_oss") else {}
-    one = model_of(name, torch.float32, **own)
-    model, mesh = meshed(name, sizes, torch.float32, shards=True, by_context=by_context, **own)
-    model.train()
-    first, second = (torch.optim.SGD(each.parameters(), 0.05) for each in (one, model))
-    groups, mine, off = sizes[0], mesh["dp"].get_local_rank(), 0.0
-    for step in range(20):
-        rows = [batch_of(case, step * 64 + group) for group in range(groups)]
-        losses = [stock_loss(one, batch) for batch in rows]
-        (sum(losses) / groups).backward()
-        loss = model(**rows[mine]).loss
-        loss.backward()
-        off = max(off, abs(loss.item() / losses[mine].item() - 1))
-        torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-        hf.clip_grad_norm_(model.parameters(), 1.0)
-        first.step(), second.step()
-        first.zero_grad(), second.zero_grad()
-    found = {key: x.full_tensor() for key, x in model.named_parameters()}
-    return off, worst(found, {key: x.detach() for key, x in one.named_parameters()})
+    return trained(name, sizes, case, True, 20, dtype=torch.float32, own=own, by_context=by_context, clip=1.0)
 
 
 EVERY = [(1, 2, 2), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 2)]
@@ -370,7 +357,7 @@ def per_token():
     compare(out.hidden_states[1], stock.hidden_states[1])
     (out.logits.float().sin().sum() + out.loss).backward()
     (stock.logits.float().sin().sum() + stock.loss).backward()
-    errors.append(worst(whole_gradients(model, mesh, shards=False), {n: x.grad for n, x in one.named_parameters()}))
+    errors.append(worst(whole_gradients(model, mesh, shards=False), gradients(one)))
     model.zero_grad(), one.zero_grad()
     fields = model(**batch, fused_lm_head=True)
     log_p = one(**batch, use_cache=False).logits[:, :-1].double().log_softmax(-1)
@@ -384,7 +371,7 @@ def per_token():
     weights = torch.linspace(-1, 1, seen.numel(), dtype=torch.float64).view(seen.shape)
     ((fields.log_probs + 0.3 * fields.entropy) * weights * seen).sum().backward()
     ((chosen + 0.3 * entropy) * weights * seen).sum().backward()
-    errors.append(worst(whole_gradients(model, mesh, shards=False), {n: x.grad for n, x in one.named_parameters()}))
+    errors.append(worst(whole_gradients(model, mesh, shards=False), gradients(one)))
     compare(model(input_ids=batch["input_ids"], logits_to_keep=3).logits, one(batch["input_ids"]).logits[:, -3:])
     return max(errors)
 
@@ -409,7 +396,7 @@ def with_its_own_loss():
     loss = model(**batch).loss
     loss.backward()
     found = whole_gradients(model, mesh, shards=False)
-    return abs(loss.item() / wanted.item() - 1), worst(found, {n: x.grad for n, x in one.named_parameters()})
+    return abs(loss.item() / wanted.item() - 1), worst(found, gradients(one))
 
 
 def test_a_loss_of_the_callers(pools):
@@ -457,7 +444,7 @@ def grouped_head():
         fully_shard(part, mesh=mesh["cp"], reshard_after_forward=False)
     stock_loss(one, batch).backward()
     model(**batch).loss.backward()
-    return worst(whole_gradients(model, mesh, shards=True), {n: x.grad for n, x in one.named_parameters()})
+    return worst(whole_gradients(model, mesh, shards=True), gradients(one))
 
 
 def test_a_head_in_a_group_of_its_own(pools):
@@ -530,11 +517,15 @@ def test_a_partial_gradient_is_no_norm(pools):
     pools(4).run(clipped_partial)
 
 
-def refused(change):
-    """Return this rank's error, after ``change`` made something wrong on one rank of the axis."""
+def cut(model, sizes=(1, 2, 2)):
+    return hf.tensor_parallel(model, mesh_of(*sizes)["tp"])
+
+
+def refused(wrong):
+    """Return this rank's error, after something was made wrong: of ``REFUSED``, or a function."""
     torch.manual_seed(0)
     try:
-        change()
+        REFUSED[wrong][0]() if wrong in REFUSED else wrong()
     except (TypeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -594,18 +585,6 @@ def other_strategy():
     hf.parallelize(model, mesh["cp"], strategy="ulysses" if dist.get_rank() % 2 else "ring", timeout=20)
 
 
-def no_group():
-    hf.parallelize(hf.tensor_parallel(model_of("llama"), mesh_of(1, 2, 2)["tp"]), timeout=20)
-
-
-def copied():
-    copy.deepcopy(meshed("llama", (1, 2, 2))[0])
-
-
-def copied_before():
-    copy.deepcopy(hf.tensor_parallel(model_of("llama"), mesh_of(1, 2, 2)["tp"]))
-
-
 def hooked():
     """Half of the features are not all that a function of each token needs."""
     model, _ = meshed("llama", (1, 2, 2))
@@ -641,10 +620,6 @@ def bias_on_one(whole=False):
     next_token_loss(hidden, model.lm_head.weight, labels, plan, bias=bias)
 
 
-def whole_bias_on_one():
-    bias_on_one(whole=True)
-
-
 def dropout():
     model, _ = meshed("phi3", (2, 1, 2), resid_pdrop=0.1)
     model.train()
@@ -670,14 +645,6 @@ def other_seed():
     model.eval().generate(torch.ones(1, 4, dtype=torch.long), do_sample=True, max_new_tokens=2)
 
 
-def too_many_ranks():
-    hf.tensor_parallel(model_of("llama"), mesh_of(1, 1, 4)["tp"])
-
-
-def other_architecture():
-    hf.tensor_parallel(make_model("phi"), mesh_of(1, 2, 2)["tp"])
-
-
 def other_name():
     hf.tensor_parallel(model_of("llama"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tensor"))["tensor"])
 
@@ -685,10 +652,6 @@ def other_name():
 def experts_of_no_axis():
     mesh = mesh_of(1, 2, 2)
     hf.tensor_parallel(model_of("mixtral"), mesh["tp"], experts=mesh["cp"])
-
-
-def experts_of_llama():
-    meshed("llama", (1, 2, 2), by_context=True)
 
 
 def experts_of_other_contexts():
@@ -736,46 +699,47 @@ def twice():
     hf.tensor_parallel(hf.unparallelize(model), mesh["tp"])
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
-        (other_batch, "DisagreementError", "digest of input_ids"),
-        (other_labels_in_the_loss, "DisagreementError", "digest of labels"),
-        (no_gradient_on_one_rank, "DisagreementError", "whether hidden needs a gradient"),
-        (a_rank_that_raises_in_the_loss, "ValueError", "labels holds"),
-        (other_weights_after_the_cut, "DisagreementError", "a sample of the weights"),
-        (other_parts_after_the_cut, "DisagreementError", "this rank's parts of the weights"),
-        (other_strategy, "DisagreementError", "strategy"),
-        (no_group, "DisagreementError", "rank in the group"),
-        (copied, "TypeError", "can't be copied"),
-        (copied_before, "TypeError", "can't be copied"),
-        (hooked, "ValueError", "q_proj has a hook"),
-        (hooked_without_contexts, "ValueError", "embed_tokens"),
-        (frozen_on_one, "DisagreementError", "which parameters need a gradient"),
-        (timed, "ValueError", "max_time=0.1 is refused"),
-        (bias_on_one, "DisagreementError", "whether there is a bias"),
-        (whole_bias_on_one, "TypeError", "bias is not cut"),
-        (dropout, "ValueError", "resid_pdrop"),
-        (adapters_before, "ValueError", "an adapter or a quantized layer"),
-        (adapters_after, "ValueError", "is an adapter"),
-        (too_many_ranks, "ValueError", "num_key_value_heads=2"),
-        (other_architecture, "ValueError", "was not compared"),
-        (other_name, "TypeError", "tp"),
-        (chunks_of_heads, "ValueError", "computes all of its heads"),
-        (experts_of_no_axis, "TypeError", "these the inner ones"),
-        (experts_of_llama, "ValueError", "which has no experts"),
-        (experts_of_other_contexts, "ValueError", "pass the same axis to both"),
-        (experts_in_chunks, "ValueError", "mlp_chunks=2, but the ranks of the context share the experts"),
-        (experts_without_a_plan, "ValueError", "plan did not reach MixtralExperts"),
-        (experts_of_other_prompts, "DisagreementError", "the digests of tensors"),
-        (experts_without_tokens, "ValueError", "leaves some of 4 ranks none"),
-        (experts_of_other_weights, "DisagreementError", "weights"),
-        (cut_by_others, "ValueError", "hf.tensor_parallel"),
-        (twice, "ValueError", "cut already"),
-    ],
-)
-def test_refusals_on_every_rank(pools, change, kind, text):
-    for found, error in pools(4).run(refused, change):
+REFUSED = {  # by what is wrong: who makes it so on the ranks, the class of the error, a part of its text
+    "other batch": (other_batch, "DisagreementError", "digest of input_ids"),
+    "other labels in the loss": (other_labels_in_the_loss, "DisagreementError", "digest of labels"),
+    "no gradient on one rank": (no_gradient_on_one_rank, "DisagreementError", "whether hidden needs a gradient"),
+    "a rank that raises in the loss": (a_rank_that_raises_in_the_loss, "ValueError", "labels holds"),
+    "other weights after the cut": (other_weights_after_the_cut, "DisagreementError", "a sample of the weights"),
+    "other parts after the cut": (other_parts_after_the_cut, "DisagreementError", "this rank's parts of the weights"),
+    "other strategy": (other_strategy, "DisagreementError", "strategy"),
+    "no group": (lambda: hf.parallelize(cut(model_of("llama")), timeout=20), "DisagreementError", "rank in the group"),
+    "copied": (lambda: copy.deepcopy(meshed("llama", (1, 2, 2))[0]), "TypeError", "can't be copied"),
+    "copied before": (lambda: copy.deepcopy(cut(model_of("llama"))), "TypeError", "can't be copied"),
+    "hooked": (hooked, "ValueError", "q_proj has a hook"),
+    "hooked without contexts": (hooked_without_contexts, "ValueError", "embed_tokens"),
+    "frozen on one": (frozen_on_one, "DisagreementError", "which parameters need a gradient"),
+    "timed": (timed, "ValueError", "max_time=0.1 is refused"),
+    "bias on one": (bias_on_one, "DisagreementError", "whether there is a bias"),
+    "whole bias on one": (lambda: bias_on_one(whole=True), "TypeError", "bias is not cut"),
+    "dropout": (dropout, "ValueError", "resid_pdrop"),
+    "adapters before": (adapters_before, "ValueError", "an adapter or a quantized layer"),
+    "adapters after": (adapters_after, "ValueError", "is an adapter"),
+    "too many ranks": (lambda: cut(model_of("llama"), (1, 1, 4)), "ValueError", "num_key_value_heads=2"),
+    "other architecture": (lambda: cut(make_model("phi")), "ValueError", "was not compared"),
+    "other name": (other_name, "TypeError", "tp"),
+    "chunks of heads": (chunks_of_heads, "ValueError", "computes all of its heads"),
+    "experts of no axis": (experts_of_no_axis, "TypeError", "these the inner ones"),
+    "experts of llama": (lambda: meshed("llama", (1, 2, 2), by_context=True), "ValueError", "which has no experts"),
+    "experts of other contexts": (experts_of_other_contexts, "ValueError", "pass the same axis to both"),
+    "experts in chunks": (experts_in_chunks, "ValueError", "mlp_chunks=2, but the ranks of the context share"),
+    "experts without a plan": (experts_without_a_plan, "ValueError", "plan did not reach MixtralExperts"),
+    "experts of other prompts": (experts_of_other_prompts, "DisagreementError", "the digests of tensors"),
+    "experts without tokens": (experts_without_tokens, "ValueError", "leaves some of 4 ranks none"),
+    "experts of other weights": (experts_of_other_weights, "DisagreementError", "weights"),
+    "cut by others": (cut_by_others, "ValueError", "hf.tensor_parallel"),
+    "twice": (twice, "ValueError", "cut already"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_refusals_on_every_rank(pools, wrong):
+    _, kind, text = REFUSED[wrong]
+    for found, error in pools(4).run(refused, wrong):
         assert found == kind, error
         assert text in error
 

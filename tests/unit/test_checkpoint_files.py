@@ -84,10 +84,8 @@ def forge_state(folder, change):
 
 DAMAGES = {
     "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is damaged: its SHA-256"),
-    "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is damaged"),
     "a bit of the state": (lambda f: flip(f / "state.json", 9), "state.json is damaged"),
     "truncated": (lambda f: truncate(f / SHARDS[0], 100), f"{SHARDS[0]} is truncated: 100 bytes, not "),
-    "empty": (lambda f: truncate(f / SHARDS[0], 0), f"{SHARDS[0]} is truncated: 0 bytes"),
     "longer": (lambda f: (f / SHARDS[0]).open("ab").write(b"x"), f"{SHARDS[0]} is too long"),
     "missing": (lambda f: (f / SHARDS[1]).unlink(), f"{SHARDS[1]} is missing"),
     "the state missing": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
@@ -103,7 +101,6 @@ DAMAGES = {
     ),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "there is no manifest.json, so this is not a whole"),
     "half a manifest": (lambda f: truncate(f / "manifest.json", 60), "manifest.json is not valid JSON"),
-    "an empty manifest": (lambda f: truncate(f / "manifest.json", 0), "manifest.json is not valid JSON"),
     "a deep manifest": (
         lambda f: (f / "manifest.json").write_text("[" * 10**6),
         "not valid JSON: recursion limit",
