@@ -1,7 +1,5 @@
 """Shared fixtures: one persistent pool of ranks per world size, replaced after a fault."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

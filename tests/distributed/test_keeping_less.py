@@ -11,7 +11,7 @@ from burst_attention.launch.join import join
 from burst_attention.loss.head import default_chunk
 from burst_train.parallel import FOREIGN
 from burst_train.step.loop import Trainer, train
-from tests.support.training import config_of, losses, norms, records
+from tests.support.training import config_of, losses, norms, records, saved_model
 
 STEPS = 4
 SMALL = {"seq_len": 96, "steps": STEPS, "held_out": 0.0}
@@ -123,14 +123,11 @@ def test_no_logits_are_larger_than_a_chunk(pools, corpus, tmp_path, flags):
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
-    folder = tmp_path_factory.mktemp("tied")
-    torch.manual_seed(1)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.1}
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
-    return str(folder)
+    return saved_model(LlamaConfig(**sizes, **heads), tmp_path_factory.mktemp("tied"), 1)
 
 
 def test_a_tied_embedding_has_one_gradient(pools, corpus, tmp_path, tied):

@@ -21,7 +21,7 @@ from burst_attention.testing import WorkerError
 from burst_train.cli.train import parse
 from burst_train.data.sequences import open_sequences
 from burst_train.step.loop import Trainer, train
-from tests.support.training import config_of, events, losses, metrics, norms, records, summary_of, weights
+from tests.support.training import config_of, events, losses, metrics, norms, records, saved_model, summary_of, weights
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 256, "eos_token_id": 257}
@@ -30,11 +30,8 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 25
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
     """A small model on disk whose layers see 13 keys."""
-    folder = tmp_path_factory.mktemp("mistral")
-    torch.manual_seed(3)
     config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
+    return saved_model(config, tmp_path_factory.mktemp("mistral"), 3)
 
 
 def relative(x, y):
@@ -156,10 +153,8 @@ def test_the_checkpoint_gives_the_same_held_out_loss_elsewhere(pools, corpus, tm
 def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corpus, tmp_path, mistral, tied):
     source = mistral
     if tied:
-        source = str(tmp_path / "tied")
-        torch.manual_seed(4)
         config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2, tie_word_embeddings=True)
-        AutoModelForCausalLM.from_config(config).save_pretrained(source)
+        source = saved_model(config, tmp_path / "tied", 4)
     # A learning rate that changes nothing: what is saved and evaluated is what was loaded.
     config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", lr=1e-30, steps=2)
     config = replace(config, model=replace(config.model, max_positions=500_000))

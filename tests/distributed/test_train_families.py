@@ -19,7 +19,7 @@ from burst_train.run.folder import list_checkpoints
 from burst_train.step.export import export
 from burst_train.step.loop import train
 from burst_train.step.lora import add_adapters
-from tests.support.training import config_of, losses, metrics, records, summary_of, weights
+from tests.support.training import config_of, losses, metrics, records, saved_model, summary_of, weights
 from tests.tools.families import model_class, tiny_config
 
 from .test_train import SMALL, one_device
@@ -103,10 +103,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, initializer_range=0.2)).save_pretrained(folder)
-    return str(folder)
+    return saved_model(LlamaConfig(**SMALL, initializer_range=0.2), tmp_path_factory.mktemp("llama"), 3)
 
 
 def lora_config(corpus, out, model, **changes):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from burst_attention.launch.join import join
 from burst_train.checkpoint.manifest import discard
@@ -16,18 +16,15 @@ from burst_train.step.optim import clip_by_global_norm
 from burst_train.step.trainer import Trainer
 from tests.distributed.test_resume import changed, end_at
 from tests.support.hf_models import SMALL
-from tests.support.training import config_of, losses, norms, summary_of, weights
+from tests.support.training import config_of, losses, norms, saved_model, summary_of, weights
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
     sizes = SMALL | {"vocab_size": 259, "tie_word_embeddings": True}
-    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
-    return str(folder)
+    return saved_model(Qwen3Config(**sizes), tmp_path_factory.mktemp("model"), 0)
 
 
 def apart(found, wanted):

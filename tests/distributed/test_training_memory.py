@@ -27,7 +27,7 @@ from burst_train.config import DataConfig, ModelConfig, OptimConfig, ParallelCon
 from burst_train.forecast.memory import PARTS
 from burst_train.memory import MemoryConfig
 from burst_train.step.loop import Trainer
-from tests.support.training import config_of
+from tests.support.training import config_of, saved_model
 
 BATCH = 8  # of short sequences: memory without the attention's time
 SIZES = {"vocab_size": 258, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
@@ -46,10 +46,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(folder)
-    return str(folder)
+    return saved_model(LlamaConfig(**SIZES), tmp_path_factory.mktemp("model"), 1)
 
 
 def steps(config):

@@ -1,7 +1,5 @@
 """The cases in which a trainer over ranks is compared with the stock trainer in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Lightning's trainer over ranks, with nothing of ours but a parallelized model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning

@@ -1,7 +1,5 @@
 """The refused trainers of tests/support/refusal_cases.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from burst_train.config import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flag_names
 
@@ -18,6 +20,13 @@ def write_corpus(folder):
             f"{(index * 7919 + line * line) % 97} times {line} makes no sense.\n" for line in range(1 + index % 23)
         ]
         (folder / f"{index:02d}.txt").write_text("".join(lines))
+    return str(folder)
+
+
+def saved_model(config, folder, seed):
+    """Save a configuration's causal language model with random weights; return its folder."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 

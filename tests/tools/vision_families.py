@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
-from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours, reasons, run
+from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, run
 
 LARGEST = 30_000_000  # parameters of a model that is run
 
@@ -96,19 +96,13 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
         with local_world(WORLD, timeout=60) as ranks:
             loss = ranks.run(rank)[0]
     except WorkerError as error:
-        own = [error.errors.get(each) for each in range(WORLD)]
-        if all(type(each) in (TypeError, ValueError) and is_ours(each) for each in own):
-            return Verdict(model_type, "refused", str(own[0]))
-        return Verdict(model_type, "error", first_line(next(each for each in own if each)))
+        if refused := refusal(error):
+            return Verdict(model_type, "refused", refused)
+        return Verdict(model_type, "error", first_line(next(each for each in error.errors.values() if each)))
     inner = hf.vision.language_model_of(alone)
     text = {id(each) for each in (alone if inner is None else inner).parameters()}
     wanted = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
-    floor = 1e-5 * max(each.norm().item() for each in wanted.values())
-    ours = [dict(model.named_parameters()) for model in models]
-    apart = {}
-    for name, gradient in wanted.items():
-        total = sum(mine[name].grad for mine in ours if mine[name].grad is not None)
-        apart[name] = ((total - gradient).norm() / max(gradient.norm().item(), floor)).item()
+    floor, apart = 1e-5 * max(each.norm().item() for each in wanted.values()), apart_of(wanted, models)
     worst = max(apart, key=lambda name: apart[name])
     off = abs(loss / expected - 1)
     right = off <= BOUND and apart[worst] <= GRADIENT_BOUND
