@@ -21,8 +21,6 @@ from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
 from burst_train.forecast.footprint import LiveBytes, peak_of, walked
 
-SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, partial=2, accumulate=4)
-
 PLACE, DTYPES = (Side.KEY, 0, 0), np.array([torch.float32, torch.bfloat16], object)
 
 
