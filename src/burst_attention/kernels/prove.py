@@ -184,20 +184,18 @@ def _check(
 
 def _continued(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the tiles' first column halves, extended by the second halves in strided buffers."""
-    first, second = (
-        Tiles(np.array([part for tile in tiles if (part := _half(tile, n)) is not None], np.int64)) for n in range(2)
-    )
+    halves: tuple[list[Tile], list[Tile]] = [], []
+    for tile in tiles:
+        middle = tile.columns // 2
+        for half, columns in zip(halves, ((0, middle), (middle, tile.columns)), strict=True):
+            if (part := tile.part((0, tile.rows), columns)) is not None:
+                half.append(part)
+    first, second = (Tiles(np.array(half, np.int64)) for half in halves)
     out, lse = (
         torch.cat([x, x], 1)[:, x.shape[1] :] for x in (y.float() for y in kernel.forward(q, k, v, first, scale))
     )
     kernel.extend(q, k, v, second, scale, out, lse)
     return out, lse
-
-
-def _half(tile: Tile, n: int) -> Tile | None:
-    """Return half ``n`` of a tile's columns."""
-    middle = tile.columns // 2
-    return tile.part((0, tile.rows), ((0, middle), (middle, tile.columns))[n])
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:

@@ -104,21 +104,6 @@ def backward_calls(
     return BackwardCall(dout, torch.zeros_like(dout)), BackwardCall(ones, carried, values=False)
 
 
-class GradientSums:
-    """dq, dk and dv, accumulated over launches and calls in the accumulation dtype."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.dq, self.dk, self.dv = (
-            torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)
-        )
-
-    def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, call: BackwardCall) -> None:
-        """Add a launch's gradients, padded or not, at these rows and columns."""
-        for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
-            if total is not self.dv or call.values:
-                total[:, :, where].add_(part[..., : total.shape[-1]])
-
-
 PARTS = 3  # D is split into this many io-dtype numbers, whose sum is D up to rounding
 
 
@@ -267,13 +252,16 @@ class Stock(Kernel, ABC, Generic[Launch]):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v, inputs.lse, delta), scale)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
             return dq, dk, dv
-        sums = GradientSums(q, k, v)
+        sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)]
         for call in calls:
             x = self._padded(call, q, k, v, inputs.lse, delta)
             for launch in launches:
                 rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
-                sums.add(self.run_backward(launch, x, scale), rows, columns, call)
-        return sums.dq, sums.dk, sums.dv
+                parts = zip(sums, self.run_backward(launch, x, scale), (rows, columns, columns), strict=True)
+                for total, part, where in parts:
+                    if call.values or total is not sums[2]:
+                        total[:, :, where].add_(part[..., : total.shape[-1]])
+        return sums[0], sums[1], sums[2]
 
     def _padded(
         self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor | None

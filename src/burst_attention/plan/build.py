@@ -152,7 +152,8 @@ class Builder:
     def _visits(self) -> Iterator[Visit]:
         rectangles = self._rectangles()
         tiles = self._tiles(rectangles)
-        for these in self.at_once(rectangles):
+        # One visit for all that a step completes between two buffers, because visits cost.
+        for these in _positions((r.step, *r.places.values()) for r in rectangles).values():
             step, places = rectangles[these[0]].step, rectangles[these[0]].places
             chunks = {side: tuple(dict.fromkeys(chain(*(rectangles[n].chunks[side] for n in these)))) for side in Side}
             table = np.concatenate([tiles[n].table for n in these])
@@ -161,10 +162,6 @@ class Builder:
             into = {side: rows[side].within(self.sums[places[side]]) for side in self.work.direction.returns}
             held = {side: rows[side].within(self.held[places[side]]) for side in Side}
             yield Visit(step, places, chunks, joined.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
-
-    def at_once(self, rectangles: list[Rectangle]) -> Iterable[list[int]]:
-        """Group rectangles into visits: one for all that a step completes between two buffers, because visits cost."""
-        return _positions((r.step, *r.places.values()) for r in rectangles).values()
 
     def _rectangles(self) -> list[Rectangle]:
         """Return the rectangles of cells that each step completes: new queries meet all keys, others new keys."""
@@ -208,15 +205,13 @@ class Builder:
         for these in by_side[shared].values():
             segments = {}
             for side in Side:
-                tables = [self._segments(rectangles[n], side) for n in (these[:1] if side is shared else these)]
+                some = [rectangles[n] for n in (these[:1] if side is shared else these)]
+                tables = [self._slice(each.places[side]).segments(each.chunks[side]) for each in some]
                 segments[side] = np.concatenate(tables)
                 segments[side][:, 0] = np.repeat(these[: len(tables)], [len(table) for table in tables])
             found = segment_tiles(segments[Side.QUERY], segments[Side.KEY], self.work.regions)
             tiles |= {(j if shared is Side.QUERY else i): x for (i, j), x in found.items()}
         return [tiles[n] for n in range(len(rectangles))]
-
-    def _segments(self, rectangle: Rectangle, side: Side) -> np.ndarray:
-        return self._slice(rectangle.places[side]).segments(rectangle.chunks[side])
 
 
 @dataclass(frozen=True, eq=False)

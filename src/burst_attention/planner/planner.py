@@ -336,7 +336,7 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
         length = max(stop - start for start, stop in pairwise(mask.cu_seqlens))
         mask = replace(mask, cu_seqlens=None).resized(length)
         layout = layout.cut_for(mask, length)
-    return TrafficModel(replace(layout, world=min(layout.world, MOST_SIMULATED)), mask.regions(layout.seqlen))
+    return _of_first_ranks(layout, mask)
 
 
 def _splits_by_choice(schedule: Schedule) -> bool:
@@ -346,8 +346,10 @@ def _splits_by_choice(schedule: Schedule) -> bool:
 
 def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> tuple[int, int]:
     """Count the key rows that leave the busiest node in a forward, directly and by nodes; of many ranks, the first."""
-    layout, mask = _representative_of(schedule)
-    world = min(layout.world, MOST_SIMULATED)
-    traffic = TrafficModel(replace(layout, world=world), mask.regions(layout.seqlen))
-    straight, once = (traffic.rows_leaving(nodes[:world], by_nodes=by_nodes) for by_nodes in (False, True))
+    traffic = _of_first_ranks(*_representative_of(schedule))
+    straight, once = (traffic.rows_leaving(nodes[: traffic.world], by_nodes=by_nodes) for by_nodes in (False, True))
     return straight, once
+
+
+def _of_first_ranks(layout: Layout, mask: Mask) -> TrafficModel:
+    return TrafficModel(replace(layout, world=min(layout.world, MOST_SIMULATED)), mask.regions(layout.seqlen))
