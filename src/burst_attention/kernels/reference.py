@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -36,54 +37,43 @@ class Reference(Kernel):
         """Accept everything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, tiles=self._parts(tiles), scale=scale, softcap=self.softcap)
+        out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+        for tile in self._parts(tiles):
+            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            scores, _ = _scores(q[:, :, queries], k[:, :, keys], tile, scale, self.softcap)
+            tile_lse = torch.logsumexp(scores, -1)
+            part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
+            merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
+        return out, lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(inputs, tiles=self._parts(inputs.tiles), softcap=self.softcap)
+        q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
+        wide = accumulation_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+        heads = (k.shape[1], q.shape[1] // k.shape[1])
+        of_rows = (inputs.lse, inputs.row_delta(), inputs.dout)
+        for tile in self._parts(inputs.tiles):
+            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            lse, delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in of_rows)
+            scores, slope = _scores(q[:, :, queries], k[:, :, keys], tile, scale, self.softcap)
+            p = torch.exp(scores - lse.unsqueeze(-1))
+            ds = p * (d @ _grouped(v[:, :, keys]).mT - delta.unsqueeze(-1)) * scale * slope
+            dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
+            dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
+            dv[:, :, keys] += (p.mT @ d).sum(2)
+        return dq, dk, dv
 
-    def _parts(self, tiles: Tiles) -> list[Tile]:
-        """Return the tiles, cut into blocks."""
-        return list(tiles if self.block is None else _blocks(tiles, self.block))
-
-
-def _blocks(tiles: Iterable[Tile], block: int) -> Iterator[Tile]:
-    for tile in tiles:
-        for row in range(0, tile.rows, block):
-            for column in range(0, tile.columns, block):
-                rows, columns = (row, min(row + block, tile.rows)), (column, min(column + block, tile.columns))
+    def _parts(self, tiles: Tiles) -> Iterator[Tile]:
+        """Yield the tiles, cut into blocks."""
+        if self.block is None:
+            yield from tiles
+            return
+        for tile in tiles:
+            for row, column in product(range(0, tile.rows, self.block), range(0, tile.columns, self.block)):
+                rows = row, min(row + self.block, tile.rows)
+                columns = column, min(column + self.block, tile.columns)
                 if (part := tile.part(rows, columns)) is not None:
                     yield part
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, *, tiles: Iterable[Tile], scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-    for tile in tiles:
-        queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores, _ = _scores(q[:, :, queries], k[:, :, keys], tile, scale, softcap)
-        tile_lse = torch.logsumexp(scores, -1)
-        part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
-        merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
-    return out, lse
-
-
-def _backward(inputs: BackwardInputs, *, tiles: Iterable[Tile], softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
-    heads = (k.shape[1], q.shape[1] // k.shape[1])
-    of_rows = (inputs.lse, inputs.row_delta(), inputs.dout)
-    for tile in tiles:
-        queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        lse, delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in of_rows)
-        scores, slope = _scores(q[:, :, queries], k[:, :, keys], tile, scale, softcap)
-        p = torch.exp(scores - lse.unsqueeze(-1))
-        ds = p * (d @ _grouped(v[:, :, keys]).mT - delta.unsqueeze(-1)) * scale * slope
-        dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
-        dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
-        dv[:, :, keys] += (p.mT @ d).sum(2)
-    return dq, dk, dv
 
 
 def _grouped(x: Tensor) -> Tensor:
