@@ -373,18 +373,6 @@ def draw_route(data, ranks: int, groups: Groups) -> tuple[str, tuple[int, ...]]:
     return data.draw(st.sampled_from(routes)), tuple(data.draw(nodes))
 
 
-def test_programs_bring_every_cell_home_once_whatever_rank_computes_it() -> None:
-    for seed in range(50):
-        dice = np.random.default_rng(seed)
-        count, ranks = [(2, 4), (2, 6), (1, 4), (1, 5)][seed % 4]
-        layout = Layout(str(dice.choice(["contiguous", "zigzag"])), int(dice.integers(4, 12)), ranks)
-        mask = [Mask(causal=False), Mask(), Mask(window=2), Mask(window=5)][dice.integers(4)]
-        owner, nodes = dice.integers(0, ranks, (count, ranks, ranks)), tuple(dice.integers(0, 2, ranks).tolist())
-        groups = Groups(count, int(dice.integers(1, count + 1)), chunks=int(dice.integers(1, 4)) if count > 1 else 0)
-        route = "direct" if count > 1 else "nodes"
-        check_programs(route, nodes, layout, mask, lambda i, j, group, owner=owner: owner[group, i, j], groups)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_forward_results_of_sparse_blocks_that_they_do_not_use(seed: int) -> None:
     dice = np.random.default_rng(seed)
