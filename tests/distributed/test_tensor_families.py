@@ -1,6 +1,7 @@
 """A step of each model type that tensor parallelism takes, over a mesh, is one process's."""
 
 import copy
+import functools
 import re
 from pathlib import Path
 
@@ -8,16 +9,18 @@ import pytest
 import torch
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf.tensor_axis import COMPARED
+from burst_attention.integrations.hf.tensor_axis import COMPARED, plan_of
 from tests.distributed.test_mesh import mesh_of, whole_gradients, worst
 from tests.tools.families import VOCABULARY, built, model_class
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def model_of(kind):
+def model_of(kind, own):
     """A tiny model, with the same random weights on every rank."""
     config = copy.deepcopy(built(kind)[0])
+    for name, value in own.items():
+        setattr(config, name, value)
     config._attn_implementation = config._experts_implementation = "eager"
     config.residual_dropout = 0.0
     torch.manual_seed(0)
@@ -27,9 +30,9 @@ def model_of(kind):
     return model
 
 
-def step_of(kind):
-    """Return the relative error of the loss, and the greatest of a gradient."""
-    one, model, mesh = model_of(kind), model_of(kind), mesh_of(1, 2, 2)
+def step_of(kind, **own):
+    """Return the relative error of the loss, and the greatest of a gradient; ``own``: settings of the model."""
+    one, model, mesh = model_of(kind, own), model_of(kind, own), mesh_of(1, 2, 2)
     by_context = bool(model.ep_plan)
     hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep") if by_context else None)
     hf.parallelize(model, mesh["cp"], timeout=30)
@@ -51,6 +54,22 @@ def test_a_step_of_each_model_type(pools, kind):
     for loss, gradients in pools(4).run(step_of, kind):
         assert loss <= 5e-7  # transformers' own loss is in fp32
         assert gradients <= 3e-6
+
+
+def test_norms_of_heads_that_the_plan_leaves_out(pools):
+    """GLM-4.5's weights of ``q_norm`` serve the heads of all ranks, and transformers' plan does not name them."""
+    for loss, gradients in pools(4).run(functools.partial(step_of, "glm4_moe", use_qk_norm=True)):
+        assert loss <= 5e-7
+        assert gradients <= 3e-6
+
+
+def test_a_weight_for_each_head_that_the_plan_leaves_out_is_refused():
+    config = copy.deepcopy(built("cohere")[0])
+    config.use_qk_norm = True  # Command R+
+    with torch.device("meta"):
+        model = model_class("cohere")(config)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_norm.weight is used by heads .* leaves it out"):
+        plan_of(model, 2)
 
 
 def test_the_page_of_models_lists_them():

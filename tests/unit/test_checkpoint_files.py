@@ -84,6 +84,7 @@ def forge_state(folder, change):
 
 DAMAGES = {
     "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is damaged: its SHA-256"),
+    "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is damaged"),
     "a bit of the state": (lambda f: flip(f / "state.json", 9), "state.json is damaged"),
     "truncated": (lambda f: truncate(f / SHARDS[0], 100), f"{SHARDS[0]} is truncated: 100 bytes, not "),
     "longer": (lambda f: (f / SHARDS[0]).open("ab").write(b"x"), f"{SHARDS[0]} is too long"),

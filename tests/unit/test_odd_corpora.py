@@ -44,6 +44,7 @@ ROWS = {
     "no line": (b"", r"' holds no text"),
     "empty texts": (b'{"text": ""}\n' * 3, r"' holds no text"),
     "zipped": (ZIPPED, ["fine"] * 1000),
+    "zipped twice over": (ZIPPED + ZIPPED, ["fine"] * 2000),
     "zipped, truncated": (ZIPPED[:-20], r":\d+: broken gzip"),
     "zipped, checksum cut": (ZIPPED[:-4], r":\d+: broken gzip"),
     "zipped, bits flipped": (ZIPPED[:30] + b"\xff" * 8 + ZIPPED[38:], r":\d+: broken gzip"),

@@ -269,10 +269,30 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
         right = given in ("colwise", "rowwise") if owner in owners else given != "colwise"
         if not right:  # the gradient of the owner's input would be wrong
             raise ValueError(f"{name} has the style {given!r} in {owner} of {type(model).__name__}: not supported")
+    for owner in owners:
+        expanded = _norms_of_heads(modules[owner], owner) | expanded
+        planned = [name for name, style in expanded.items() if style != "local_params"]
+        for name, _ in modules[owner].named_parameters(prefix=owner):
+            if not any(name == each or name.startswith(f"{each}.") for each in planned):
+                raise ValueError(  # each rank would have another gradient of it
+                    f"{name} is used by heads or columns that are cut, but transformers' plan of "
+                    f"{type(model).__name__} leaves it out; use FSDP2, or a configuration without it"
+                )
     missing = [name for name in ("embed_tokens", "lm_head") if not any(name in each for each in expanded)]
     if missing:
         raise ValueError(f"transformers' plan of {type(model).__name__} does not cut its {missing[0]}")
     return expanded
+
+
+def _norms_of_heads(attention: Any, name: str) -> dict[str, str]:
+    """Return the style of norms with one weight for all heads, which some plans of transformers leave out (GLM-4.5)."""
+    norms = {each: getattr(attention, each, None) for each in ("q_norm", "k_norm")}
+    found = [each for each, norm in norms.items() if _shape_of(norm) == (getattr(attention, "head_dim", None),)]
+    return {f"{name}.{each}": "replicated_with_grad_allreduce" for each in found}
+
+
+def _shape_of(module: Any) -> tuple[int, ...]:
+    return tuple(getattr(getattr(module, "weight", None), "shape", ()))
 
 
 def _ranks_of_heads(model: Any, plan: Mapping[str, str], ranks: int) -> int:
