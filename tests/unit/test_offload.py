@@ -177,6 +177,23 @@ def test_records_never_overlap_and_gaps_are_used_again(store) -> None:
     assert all((store.get(ticket) == n).all() for ticket, n in kept)
 
 
+def test_bytes_that_a_thread_still_writes_or_reads_are_not_used_again(monkeypatch, store) -> None:
+    opened, write, read = threading.Event(), os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda *call: opened.wait(30) and write(*call))
+    written = store.put(torch.zeros(1024))
+    store.free(written)
+    fetched = store.put(torch.ones(1024))
+    assert fetched.start != written.start
+    opened.set()
+    wait([fetched.written])
+    opened.clear()
+    monkeypatch.setattr(os, "preadv", lambda *call: opened.wait(30) and read(*call))
+    store.fetch(fetched)
+    store.free(fetched)
+    assert fetched.start not in [store.put(torch.zeros(1024)).start for _ in range(2)]
+    opened.set()
+
+
 AWKWARD = {
     "bfloat16": torch.randn(3, 5).bfloat16(),
     "bool": torch.tensor([True, False, True]),

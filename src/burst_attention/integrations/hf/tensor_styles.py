@@ -96,10 +96,10 @@ def _share_experts(module: Any, how: Cut) -> None:
         index = torch.where(away, none, index % count)
         with using(module, lambda x: Scaled.apply(x.to_local() if isinstance(x, DTensor) else x, how.share)):
             out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
-            if (
-                torch.is_grad_enabled() and not out.requires_grad
-            ):  # no token chose these experts; yet others wait for sums
-                out = out + sum(x.flatten()[:0].sum() for x in (hidden, weights, *module._parameters.values()))
+            # If no token chose these experts, the backward must reach all sums nevertheless: others wait for them.
+            if torch.is_grad_enabled() and not out.requires_grad:
+                used = [x for x in module._parameters.values() if x is not None]
+                out = out + sum(x.flatten()[:0].sum() for x in (hidden, weights, *used))
         return Summed.apply(out if plan is None else own_tokens(out, plan), group)
 
     module.forward = forward
