@@ -185,7 +185,7 @@ def test_bytes_that_a_thread_still_writes_or_reads_are_not_used_again(monkeypatc
     fetched = store.put(torch.ones(1024))
     assert fetched.start != written.start
     opened.set()
-    wait([fetched.written])
+    wait([written.written, fetched.written])
     opened.clear()
     monkeypatch.setattr(os, "preadv", lambda *call: opened.wait(30) and read(*call))
     store.fetch(fetched)
