@@ -98,8 +98,8 @@ def _share_experts(module: Any, how: Cut) -> None:
             out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
             # If no token chose these experts, the backward must reach all sums nevertheless: others wait for them.
             if torch.is_grad_enabled() and not out.requires_grad:
-                used = [x for x in module._parameters.values() if x is not None]
-                out = out + sum(x.flatten()[:0].sum() for x in (hidden, weights, *used))
+                own = [x for x in module._parameters.values() if x is not None]
+                out = out + sum(x.flatten()[:0].sum() for x in (hidden, weights, *own))
         return Summed.apply(out if plan is None else own_tokens(out, plan), group)
 
     module.forward = forward
