@@ -11,7 +11,9 @@ CPU_BUILD := command -v nvidia-smi > /dev/null || $(PIP) --quiet --retries 0 --n
 # One file's tests stay in one process, which shares its models and its pools of ranks.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo fast test test-all test-for test-slow check mutation docs wheel-check clean
+NEWEST := .venv-newest
+
+.PHONY: demo fast test test-all test-for test-long test-newest test-slow check mutation docs wheel-check clean
 
 $(VENV)/.demo: $(PINS)
 	@echo "make: installing what training needs in $(VENV): 1 to 4 minutes, most of it downloads"
@@ -48,8 +50,18 @@ fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to ru
 test: $(VENV)/.ready  ## the everyday suite: about 10 minutes on two quiet cores
 	$(PYTEST)
 
-test-all: $(VENV)/.ready  ## the everyday suite and the long tests: what CI runs
-	$(PYTEST) -m "not slow"
+test-long: $(VENV)/.ready  ## the tests that repeat at length what the everyday suite touches
+	$(PYTEST) -m "long and not slow"
+
+test-all: test test-long  ## the everyday suite, then the long tests: what CI runs
+
+# Without the pins: what a plain `pip install -e '.[hf]'` takes today. torch is then a CUDA build of several gigabytes.
+test-newest:  ## the everyday suite on the newest releases, in .venv-newest
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' -e benchmarks
+	@$(NEWEST)/bin/python -m pip list 2> /dev/null | grep -iE '^(torch|transformers|triton|trl|peft|accelerate|numpy) '
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile
+	@$(NEWEST)/bin/python -m pip list 2> /dev/null | grep -iE '^(torch|transformers|triton|trl|peft|accelerate|numpy) '
 
 test-for: $(VENV)/.ready  ## the everyday tests of what depends on a package: make test-for PACKAGE=loss
 	$(PYTEST) $$($(BIN)/python tests/tools/dependents.py $(PACKAGE))
@@ -73,4 +85,4 @@ wheel-check: $(VENV)/.ready  ## a wheel in an empty environment: what works with
 	$(BIN)/python -m pytest -m slow tests/unit/test_package.py
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) $(NEWEST) runs site

@@ -1,0 +1,61 @@
+"""Tolerances from a case's own conditioning: how far its results move when its weights move by half an ulp.
+
+Two orders of the same sums differ by rounding, and how much of it reaches a result depends on the case. A bound in
+digits that fits one processor fails on another, whose matrix products add up in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Each operation of two computations rounds differently, where a moved copy rounds its weights differently once.
+FACTOR = 8.0
+
+
+def moved_copy(model: Model, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Model:
+    """Return a copy whose weights are moved by half an ulp, up or down at random.
+
+    ``dtype``: the lowest precision in which the case computes. Models in fp64 compute norms and rotary angles in fp32.
+    """
+    generator, moved = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    with torch.no_grad():
+        for x in moved.parameters():
+            signs = torch.randint(0, 2, x.shape, generator=generator).to(x.dtype) * 2 - 1
+            x.mul_(1 + signs * torch.finfo(dtype).eps / 2)
+    return moved
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative L2 error."""
+    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+
+
+def bounds_of(wanted: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the bound of each result's relative L2 error; ``moved``: the results of a moved copy.
+
+    A result of few values may move little by chance, so no bound is below that of the median result.
+    """
+    changes = {name: error_of(moved[name], x) for name, x in wanted.items()}
+    middle = statistics.median(changes.values())
+    return {name: FACTOR * max(change, middle) for name, change in changes.items()}
+
+
+def worst_share(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> float:
+    """Return the greatest error, as a share of its bound: at most 1 if all results are right."""
+    assert found.keys() == wanted.keys()
+    bounds = bounds_of(wanted, moved)
+    return max(error_of(found[name], x) / bounds[name] for name, x in wanted.items())
+
+
+def share_of_loss(found: float, wanted: float, moved: float) -> float:
+    """Return a loss's relative error, as a share of its bound. transformers rounds its losses to fp32."""
+    bound = FACTOR * max(abs(moved / wanted - 1), torch.finfo(torch.float32).eps / 2)
+    return abs(found / wanted - 1) / bound
