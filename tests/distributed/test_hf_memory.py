@@ -1,5 +1,6 @@
 """Recomputation, chunks of heads and tokens, and offload change no loss and no gradient of a parallelized model."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
+from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
 
 EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
@@ -131,10 +133,10 @@ def test_adapters_in_chunks_of_heads(pools):
 
 
 def wrapped(memory, way):
-    """Return (loss, this rank's shards of gradients) in fp32, without the options and with them; twice."""
-    results = []
-    for options in (None, memory, memory):
-        model = hf.parallelize(model_of("qwen3").float(), strategy=WHOLE_HEADS, memory=options)
+    """Return (loss, this rank's shards of gradients) in fp32: of a moved copy, without the options, with them twice."""
+    results, plain = [], model_of("qwen3").float()
+    for origin, options in ((moved_copy(plain), None), (plain, None), (plain, memory), (plain, memory)):
+        model = hf.parallelize(copy.deepcopy(origin), strategy=WHOLE_HEADS, memory=options)
         if way == "ddp":
             model = torch.nn.parallel.DistributedDataParallel(model)
         for part in (*model.model.layers, model) if way == "fsdp2" else ():
@@ -149,8 +151,10 @@ def wrapped(memory, way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_under_wrappers(pools, tmp_path, way):
     memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=2, offload=f"disk:{tmp_path}")
-    for expected, found, again in pools(2).run(wrapped, memory, way):
-        assert_same(expected, found)
+    for moved, expected, found, again in pools(2).run(wrapped, memory, way):
+        losses, gradients = zip(found, expected, moved, strict=True)
+        assert share_of_loss(*losses) <= 1
+        assert worst_share(*gradients) <= 1
         assert found[0] == again[0] and all(torch.equal(x, again[1][n]) for n, x in found[1].items())
 
 

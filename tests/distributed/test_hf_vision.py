@@ -9,6 +9,7 @@ import torch.distributed as dist
 from burst_attention import Strategy
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import gradients, refusal
+from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS
 from tests.support.vision_models import build, images_and_text, stock_loss, text, videos_and_text
 
@@ -18,21 +19,15 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llama4", "mistral3", "internvl"
 BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text}
 
 
-def errors(got, wanted):
-    """Return the worst relative error of a gradient."""
-    # Some gradients are nothing but rounding: a key's bias adds a constant to a row of scores.
-    floor = 1e-5 * max(w.norm().item() for w in wanted.values())
-    return max(((got[n] - w).norm() / max(w.norm().item(), floor)).item() for n, w in wanted.items())
-
-
 def against_stock(name, case="images", layout=None, checkpointing=None, memory=None):
-    """Return relative errors of the loss and of the worst gradient, and the number of gradients in the tower."""
+    """Return the loss and the worst gradient as shares of their bounds, and the number of gradients in the tower."""
     one = build(name)
+    other = moved_copy(one)
     batch, model = BATCHES[case](one), copy.deepcopy(one)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     expected = stock_loss(one, batch)
-    wanted = gradients(one, expected)
+    wanted, near = gradients(one, expected), stock_loss(other, batch)
     mean, world = dist.get_world_size() == 3, dist.get_world_size()
     strategy = WHOLE_HEADS if layout is None else Strategy(layout=layout)
     hf.parallelize(model, strategy=strategy, gradients="mean" if mean else "sum", memory=memory, timeout=60)
@@ -42,13 +37,14 @@ def against_stock(name, case="images", layout=None, checkpointing=None, memory=N
         dist.all_reduce(gradient)
         gradient /= world if mean else 1
     moved = sum("visi" in n or "visual" in n for n, w in wanted.items() if w.norm() > 0)
-    return abs(out.loss.item() / expected.item() - 1), errors(got, wanted), moved
+    loss = share_of_loss(out.loss.item(), expected.item(), near.item())
+    return loss, worst_share(got, wanted, gradients(other, near)), moved
 
 
 def check(reported, case="images"):
     for loss, gradient, moved in reported:
-        assert loss <= 1e-7
-        assert gradient <= 1e-4  # norms, rotary angles and some softmaxes compute in fp32
+        assert loss <= 1
+        assert gradient <= 1
         assert (moved > 5) == (case != "text alone")
 
 

@@ -16,6 +16,7 @@ from burst_attention.planner.rates import write_rates
 from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss, worst_error
 from tests.support import encoder_models
+from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
 
 CASE = "packed by row"
@@ -210,9 +211,10 @@ def test_hooks_on_parts_are_refused_whenever_they_come(pools, late):
 
 
 def encoder_wrapped(model_type, head, how):
-    """Return the relative error of the loss and of the worst gradient, and its name."""
+    """Return the loss and the worst gradient as shares of their bounds."""
     model, batch = encoder_models.made(model_type, head), encoder_models.make_batch(head, "padded")
     expected, gradients = encoder_models.one_process(model, batch)
+    other, moved = encoder_models.one_process(moved_copy(model), batch)
 
     def prepare(parallel):
         if how == "compile":
@@ -229,7 +231,7 @@ def encoder_wrapped(model_type, head, how):
         else:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-    return abs(loss.item() / expected.item() - 1), *encoder_models.worst_gradient(ours, gradients)
+    return share_of_loss(loss.item(), expected.item(), other.item()), worst_share(ours, gradients, moved)
 
 
 @pytest.mark.long
@@ -242,6 +244,6 @@ def encoder_wrapped(model_type, head, how):
     ],
 )
 def test_encoders_and_models_with_their_own_attention(pools, model_type, head, how):
-    for loss, gradient, name in pools(2).run(encoder_wrapped, model_type, head, how):
-        assert loss <= 2e-7  # transformers casts the logits of some to fp32
-        assert gradient <= 2e-6, name
+    for loss, gradient in pools(2).run(encoder_wrapped, model_type, head, how):
+        assert loss <= 1
+        assert gradient <= 1

@@ -55,7 +55,7 @@ def worst_share(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], moved
     return max(error_of(found[name], x) / bounds[name] for name, x in wanted.items())
 
 
-def share_of_loss(found: float, wanted: float, moved: float) -> float:
-    """Return a loss's relative error, as a share of its bound. transformers rounds its losses to fp32."""
-    bound = FACTOR * max(abs(moved / wanted - 1), torch.finfo(torch.float32).eps / 2)
+def share_of_loss(found: float, wanted: float, moved: float, dtype: torch.dtype = torch.float32) -> float:
+    """Return a loss's relative error, as a share of its bound. transformers rounds most losses to fp32."""
+    bound = FACTOR * max(abs(moved / wanted - 1), torch.finfo(dtype).eps / 2)
     return abs(found / wanted - 1) / bound

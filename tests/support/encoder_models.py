@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import transformers
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import stub_forward
 from burst_attention.testing import local_world
+from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 
@@ -105,22 +105,17 @@ def over_ranks(model: Any, batch: dict[str, torch.Tensor], group: Any, reduction
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def worst_of(model, batch, world, *, prepare=None):
-    """(relative difference of the losses, of the worst gradient, and its name) of ranks and one process."""
-    loss, gradients = one_process(model, batch)
+def worst_of(model, batch, world, *, prepare=None, dtype=torch.float32):
+    """Compare ranks with one process: return the shares of bounds of the loss and the worst gradient.
+
+    ``dtype``: the lowest precision in which the model computes.
+    """
+    (loss, gradients), moved = one_process(model, batch), one_process(moved_copy(model, dtype), batch)
     reduction = "mean" if world == 3 else "sum"
     with local_world(world, timeout=30) as ranks:
         found = ranks.run(lambda group: over_ranks(model, batch, group, reduction, prepare))
     assert {name for _, ours in found for name in ours} == gradients.keys()
     share = world if reduction == "mean" else 1
     totals = {name: sum(ours[name] for _, ours in found if name in ours) / share for name in gradients}
-    return max(abs(ours.item() / loss.item() - 1) for ours, _ in found), *worst_gradient(totals, gradients)
-
-
-def worst_gradient(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the greatest relative L2 error of a gradient, and its name."""
-    floor = 1e-5 * max(gradient.norm().item() for gradient in expected.values())
-    return max(
-        (((found[name] - gradient).norm() / max(gradient.norm().item(), floor)).item(), name)
-        for name, gradient in expected.items()
-    )
+    losses = [share_of_loss(ours.item(), loss.item(), moved[0].item(), dtype) for ours, _ in found]
+    return max(losses), worst_share(totals, gradients, moved[1])

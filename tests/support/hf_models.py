@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
+from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.tools.families import model_class
 
 SEQLEN, VOCABULARY, WINDOW = 40, 64, 7
@@ -83,21 +84,21 @@ def cache_with_earlier_tokens():
 
 
 def errors_against_the_model(name, plan, total=lambda gradient: gradient):
-    """Relative errors of the sharded loss and of ``total`` of each gradient, against the model's own on one device;
-    and how far the loss is from that of the head's product alone."""
+    """Shares of bounds of the sharded loss and of the worst ``total`` of a gradient, against the model's own on one
+    device; and how far the loss is from that of the head's product alone."""
     one = plan[None] if isinstance(plan, dict) else plan
     batch = make_batch(one.seqlen)
     theirs, ours = make_model(name, "eager"), make_model(name)
-    expected = theirs(**batch, use_cache=False).loss
-    expected.backward()
+    moved = moved_copy(theirs)
+    expected, other = (part(**batch, use_cache=False).loss for part in (theirs, moved))
+    expected.backward(), other.backward()
     shard = hf.shard_batch(batch, plan)
     hidden = ours.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
     loss = hf.next_token_loss(ours, hidden, shard["shift_labels"], plan)
     loss.backward()
-    errors = {"loss": (abs(loss - expected) / expected).item()}
-    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    for key, parameter in ours.named_parameters():
-        errors[key] = ((total(parameter.grad) - gradients[key]).norm() / gradients[key].norm()).item()
+    found = {key: total(parameter.grad) for key, parameter in ours.named_parameters()}
+    wanted, near = ({key: x.grad for key, x in part.named_parameters()} for part in (theirs, moved))
+    errors = share_of_loss(loss.item(), expected.item(), other.item()), worst_share(found, wanted, near)
     with torch.no_grad():
         plain = next_token_loss(hidden, ours.lm_head.weight, shard["shift_labels"], one)
     return errors, (abs(loss - plain) / plain).item()
