@@ -15,6 +15,7 @@ from burst_bench.pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
 from burst_attention import ExchangeError, Strategy
@@ -22,7 +23,7 @@ from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
-from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
+from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, model_of, over_ranks
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent mechanism that a cache holds
@@ -284,6 +285,31 @@ def test_each_rank_holds_its_share():
     of_layer = dealt_bytes(world=3, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
     assert {sent, *(each for *_, each in others)} == {2 * 150 * of_layer}, "layers, tokens"
     assert bytes_of > 0
+
+
+@pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
+def test_the_cache_has_both_of_its_names(keyword):
+    """In calls of ``generate`` and of the model, with any transformers. Errors name the one that the caller used."""
+    ids, other = ids_of(100), {"cache": "past_key_values", "past_key_values": "cache"}[keyword]
+
+    def use(model, cache):
+        out = model.generate(ids, **{keyword: cache}, **GREEDY, max_new_tokens=NEW)
+        with torch.no_grad():
+            model(ids_of(1), **{keyword: cache}, logits_to_keep=1)
+        for call in (model, model.generate):
+            with pytest.raises(ValueError, match=f"^{keyword} holds 1 rows"):
+                call(ids_of(113, 2), **{keyword: cache})
+        with pytest.raises(ValueError, match="cache and past_key_values are both"):
+            model.generate(ids, **{keyword: cache, other: cache})
+        with pytest.raises(ValueError, match=f"^{other}=.* is refused"):
+            model(ids, **{keyword: cache, other: DynamicCache()})
+        cache.failure = "it"
+        for call in (model, model.generate):
+            with pytest.raises(ValueError, match=f"^{keyword} failed before"):
+                call(ids_of(113), **{keyword: cache})
+        return out
+
+    check_equal(over_ranks("llama", 2, use), alone("llama", ids, max_new_tokens=NEW))
 
 
 REFUSED = {

@@ -181,7 +181,7 @@ def test_pieces_continue_the_state(family, world, layout):
     layer = next(mixer for _, mixer in known.mixers_of(model))
     x = torch.randn(2, cuts[-1], 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     cache = DynamicCache(config=model.config)
-    names = {"cache_params", "past_key_values"} & inspect.signature(layer.forward).parameters.keys()
+    names = {*known.CACHES} & inspect.signature(layer.forward).parameters.keys()
     with torch.no_grad():
         expected = layer(x, **dict.fromkeys(names, cache))
     with local_world(world) as ranks:

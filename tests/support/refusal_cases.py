@@ -290,7 +290,7 @@ HF: Cases = [
     ),
     (
         "model(**{**right, 'past_key_values': cache(), 'use_cache': True})",
-        "ValueError: past_key_values: 45 keys for 40 queries; a cache with earlier tokens is not",
+        "ValueError: the cache has earlier tokens (45 keys for 40 queries), which is not supported; pass",
     ),
     ("model(**right, is_causal=False)", "ValueError: is_causal=False of the layer is not the causal=True of the"),
     ("model(**right, cu_seq_lens_q=borders)", "ValueError: cu_seq_lens_q=Tensor [2] is refused: the plan defines"),

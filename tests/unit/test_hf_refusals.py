@@ -47,7 +47,10 @@ REFUSED_CALLS = {
     "attention_mask: a padding mask": {"attention_mask": padding()},
     "attention_mask: a mask Tensor [2, 1, 40, 40]": {"attention_mask": torch.ones(2, 1, SEQLEN, SEQLEN).bool()},
     "position_ids differ from": {"position_ids": torch.arange(SEQLEN)[None] + 1},
-    "past_key_values: 45 keys for 40 queries": {"past_key_values": cache_with_earlier_tokens(), "use_cache": True},
+    "(45 keys for 40 queries), which is not supported": {
+        "past_key_values": cache_with_earlier_tokens(),
+        "use_cache": True,
+    },
     "is_causal=False": {"is_causal": False},
     "cu_seq_lens_q=Tensor [2] is refused": {"cu_seq_lens_q": torch.tensor([0, SEQLEN])},
     "cu_seq_lens_k=Tensor [2] is refused": {"cu_seq_lens_k": torch.tensor([0, SEQLEN])},

@@ -191,7 +191,7 @@ def _generate(arguments: GenerateArguments) -> None:
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),  # the text may hold the padding token
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=arguments.max_new_tokens,
             streamer=streamer,
             **sampling,

@@ -53,7 +53,7 @@ class ShardedCache(DealtCache):
     Pass it to ``generate`` of a model from ``hf.parallelize``, with the same ids on every rank:
 
         cache = ShardedCache(model.config)
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=200)  # the same tokens on every rank
+        out = model.generate(ids, cache=cache, max_new_tokens=200)  # the same tokens on every rank
 
     Args:
         config: the model's configuration.
@@ -191,7 +191,7 @@ class ShardedCache(DealtCache):
         rank, world = cache.transport.rank, cache.transport.world
         with cache.agreement.entering("load"):
             content = files.read_manifest(path)
-            _check_same(content["model"], cache.model)
+            _check_same(content["model"], cache.model, f"folder={str(folder)!r}")
             files.check_files(path, content["files"][rank::world])
             cache.weights, cache.holes = content["weights"], [(first, stop) for first, stop in content["holes"]]
         cache.agreement.agree("load", {"the cache in the folder": digest_text(content)})
@@ -202,14 +202,20 @@ class ShardedCache(DealtCache):
         cache.agreement.agree("the end of load", cache.describe())
         return cache
 
-    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, turn: bool) -> None:
-        """Refuse a model over another group, of another configuration or with other weights; ``turn``: sample them."""
+    def check(
+        self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, argument: str, turn: bool
+    ) -> None:
+        """Refuse a model over another group, of another configuration or with other weights.
+
+        ``argument``: the keyword that passed the cache, for errors. ``turn``: sample the weights.
+        """
         if self.failure is not None:
-            raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
-        _check_same(self.model, describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text)))
+            raise ValueError(f"{argument} failed before ({self.failure}); make a new ShardedCache")
+        text = model.config.get_text_config(decoder=True)
+        _check_same(self.model, describe_model(text, _layers_of(text)), argument)
         if self.transport.group is not base.group:
             raise ValueError(
-                f"past_key_values covers {self.transport.world} ranks, the model {base.world}, or another group; "
+                f"{argument} covers {self.transport.world} ranks, the model {base.world}, or another group; "
                 "make ShardedCache with the group of hf.parallelize"
             )
         if self.prefill_chunk is not None and base.layout.startswith("striped"):
@@ -223,7 +229,7 @@ class ShardedCache(DealtCache):
             self._models.clear()
         if cut != self._cut:
             raise ValueError(
-                f"past_key_values was filled by a model whose weights were cut over {self._cut} ranks, this one's are "
+                f"{argument} was filled by a model whose weights were cut over {self._cut} ranks, this one's are "
                 f"cut over {cut}; make a new ShardedCache"
             )
         # How often each weight was written to; one that was made in inference mode has no count.
@@ -232,15 +238,15 @@ class ShardedCache(DealtCache):
         changed = [name for name in versions if before.get(name) != versions[name]]
         if changed:
             raise ValueError(
-                f"past_key_values holds keys of other weights: {min(changed)} of the model was changed since it filled "
-                "the cache; call past_key_values.reset() on every rank, or make ShardedCache(model.config)"
+                f"{argument} holds keys of other weights: {min(changed)} of the model was changed since it filled "
+                "the cache; call its reset() on every rank, or make ShardedCache(model.config)"
             )
         if turn or model not in self._models:  # a sample finds writes to ``.data``, which no version counts
             found, earlier = weights(), self.weights or {}
             other = [name for name in found.keys() & earlier.keys() if found[name] != earlier[name]]
             if other:
                 raise ValueError(
-                    f"past_key_values is the cache of another model: its weights differ ({min(other)}); make "
+                    f"{argument} is the cache of another model: its weights differ ({min(other)}); make "
                     "ShardedCache(model.config)"
                 )
             self.weights = {**found, **earlier}  # sharded weights are unknown, so the names may differ
@@ -251,7 +257,7 @@ class ShardedCache(DealtCache):
         for layer in self._holding():
             layer.move(device)
 
-    def check_batch(self, padding: Tensor) -> None:
+    def check_batch(self, padding: Tensor, argument: str) -> None:
         """Refuse rows other than those of earlier calls, and padding before a state."""
         if self.states and padding.any():
             raise ValueError(
@@ -261,7 +267,7 @@ class ShardedCache(DealtCache):
             )
         if self.length and [stop - start for start, stop in self.holes] != padding.tolist():
             raise ValueError(
-                f"past_key_values holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
+                f"{argument} holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
                 f"padding in front, but the call has {padding.tolist()}; a cache continues the rows that it began with"
             )
 
@@ -375,11 +381,11 @@ class ShardedCache(DealtCache):
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
 
 
-def _check_same(cached: dict[str, Any], model: dict[str, Any]) -> None:
+def _check_same(cached: dict[str, Any], model: dict[str, Any], argument: str) -> None:
     for name, value in cached.items():
         if model.get(name) != value:
             raise ValueError(
-                f"past_key_values is the cache of another model: {name} was {value}, this model has {model.get(name)}; "
+                f"{argument} is the cache of another model: {name} was {value}, this model has {model.get(name)}; "
                 "make ShardedCache(model.config), or pass the configuration of the model that filled the cache"
             )
 

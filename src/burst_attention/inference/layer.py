@@ -100,7 +100,7 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse: only a parallelized model fills the cache, which knows the slots of its tokens."""
         raise ValueError(
-            "past_key_values is a ShardedCache, but the model is not parallelized; call hf.parallelize(model) first"
+            "the model got a ShardedCache as its cache, but is not parallelized; call hf.parallelize(model) first"
         )
 
     def get_seq_length(self) -> int:

@@ -14,7 +14,7 @@ from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
 from .classes import stock_class
-from .known import names
+from .known import CACHES, names
 
 BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
@@ -35,7 +35,7 @@ _TABLES = {
 _TOWERS = ("vision", "visual", "image", "audio")
 
 _REMEDIES = {
-    "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
+    **dict.fromkeys(CACHES, "a cache holds whole sequences; call model.generate, which runs on each rank separately"),
     "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
 

@@ -23,11 +23,11 @@ from burst_attention.comm.agreement import Meeting
 from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
 from .batch import rows_of
 from .checks import running, shown
-from .dealt import Step
+from .dealt import Step, passed
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
-_TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep")
 _SILENT = ("return_dict", "cache_position")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _OF_MODES = ("num_beams", "prompt_lookup_num_tokens", "penalty_alpha")
@@ -73,12 +73,19 @@ def weights_of(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: Any) -> Iterator[None]:
-    """Agree on a call of ``generate`` with the other ranks; inside, only the first token checks the model."""
-    state = model._burst
+def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str) -> Iterator[dict[str, Any]]:
+    """Agree on a call of ``generate`` with the other ranks; yield its keywords, as transformers names them.
+
+    ``argument``: the keyword of the cache. Inside, only the first token checks the model.
+    """
+    state, cache = model._burst, kwargs[argument]
     with state.meeting.entering("generate"):
-        if "past_key_values" not in stub_forward.parameters_of(model.stock_class.forward):
-            raise ValueError(f"past_key_values: {type(model).__name__} takes no cache; call generate without one")
+        if known.CACHE not in stub_forward.parameters_of(model.stock_class.forward):
+            raise ValueError(f"{argument}: {type(model).__name__} takes no cache; call generate without one")
+        twice = [name for name in known.CACHES if name != argument and kwargs.get(name) is not None]
+        if twice:
+            raise ValueError(f"{argument} and {twice[0]} are both caches; pass one of them")
+        kwargs = {name: value for name, value in kwargs.items() if name not in known.CACHES} | {known.CACHE: cache}
         given = _named(args, kwargs)
         limits = _limits(model)
         ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
@@ -87,11 +94,11 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cac
         _check_positions_of(settings, limits[1], ids.shape[1])
         fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
     state.meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
-    state.keeps_fit = True
+    state.passed = argument
     try:
-        yield
+        yield kwargs
     finally:
-        state.keeps_fit, state.fit = False, None
+        state.passed = state.fit = None
 
 
 def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -129,7 +136,7 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
         for start, stop in itertools.pairwise(_stops(done, count)):
             logits = _step(model, call, start, stop)
-    out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
+    out = CausalLMOutputWithPast(logits=logits, **{known.CACHE: call.cache})
     return out if kwargs.get("return_dict", True) else out.to_tuple()
 
 
@@ -152,16 +159,17 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
 def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _CachedCall:
     state = model._burst
     given = arguments.named(model, args, kwargs)
-    cache: Any = given["past_key_values"]
+    keyword: Any = passed(given)
+    cache, argument = given.pop(keyword), state.passed or keyword  # generate may rename it
     for name, value in given.items():
         if name not in (*_TAKEN, *_SILENT) and value is not False:
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
     if given.get("use_cache") is False:
-        raise ValueError("use_cache=False, but past_key_values is a cache; leave one of them out")
+        raise ValueError(f"use_cache=False, but {argument} is a cache; leave one of them out")
     fit = state.fit
     if fit is None or fit.cache is not cache:
-        fit = _fit(model, cache)
-        state.fit = fit if state.keeps_fit else None
+        fit = _fit(model, cache, argument)
+        state.fit = None if state.passed is None else fit
     past = cache.get_seq_length()
     ids = _prompt(fit.limits, given.get("input_ids"), given, past)
     mask, (rows, count) = _padding_mask(given, past, ids), ids.shape
@@ -171,13 +179,13 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     else:
         places = torch.arange(past, past + count, device="cpu").expand(rows, -1)
         places = (places if mask is None else places - padding[:, None]).to(ids.device)
-    cache.check_batch(padding)
+    cache.check_batch(padding, argument)
     cache.move(ids.device)
     _check_positions(places, given.get("position_ids"))
     return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(given, count))
 
 
-def _fit(model: Any, cache: Any) -> Fit:
+def _fit(model: Any, cache: Any, argument: str) -> Fit:
     """Check that the model can fill the cache: it may need no more than its keys, values and states."""
     state, kind, body = model._burst, type(model).__name__, vision.text_of(model)
     if torch.is_autocast_enabled(model.device.type):
@@ -186,18 +194,19 @@ def _fit(model: Any, cache: Any) -> Fit:
         raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
     state.check_parts(model)
     if vision.language_model_of(model) is not None:
-        raise ValueError(f"past_key_values: {kind} is a vision-language model, which has no cache over ranks yet")
+        raise ValueError(f"{argument}: {kind} is a vision-language model, which has no cache over ranks yet")
     if state.form is None or not stub_forward.has_stock_forward(model):
-        raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
+        raise ValueError(f"{argument}: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
         raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
-    converted.check_cached(body)
+    converted.check_cached(body, argument)
     by_states = any(known.mixers_of(body)) and not models.embeds_positions(model)  # nothing else knows positions
     if state.absolute and not by_states:
         raise ValueError(
-            f"past_key_values: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
+            f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
-    cache.check(model, state.plans.base, functools.partial(weights_of, model), turn=state.keeps_fit)
+    samples = functools.partial(weights_of, model)
+    cache.check(model, state.plans.base, samples, argument=argument, turn=state.passed is not None)
     return Fit(cache, body, heads.find_linear(model), _limits(model))
 
 
@@ -255,7 +264,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
 
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
-    given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": fit.cache, "use_cache": True}
+    given = {"input_ids": ids, "position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
     with running(plan):
         return stub_forward.run_body(fit.body, **given)
 

@@ -218,8 +218,8 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
     check_tokens(query.shape[2], plan)
     if key.shape[2] != plan.key_length:
         raise ValueError(
-            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
-            "supported. Pass use_cache=False"
+            f"the cache has earlier tokens ({key.shape[2]} keys for {query.shape[2]} queries), which is not supported; "
+            "pass no cache, and use_cache=False"
         )
 
 

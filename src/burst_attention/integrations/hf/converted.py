@@ -30,11 +30,10 @@ from burst_attention.recurrence.exchange import RunExchange
 from . import checks, known
 from .checks import ALONE, RUNNING, plans_of, running
 from .classes import Converted, become, revert, stock_class
-from .dealt import DealtCache, Step
+from .dealt import Step, passed
 from .own_attention import OwnAttention
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
-_CACHES = ("cache_params", "past_key_values")  # how mixers call their cache
 # Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
 _CACHED = frozenset({"gated delta", "Kimi delta", "Mamba 2", "convolution"})
 
@@ -65,17 +64,17 @@ def check_converted(model: nn.Module) -> None:
             raise ValueError(f"{name} ({type(module).__name__}) {mixin.wrong_alone}; call hf.parallelize(model)")
 
 
-def check_cached(body: nn.Module) -> None:
-    """Refuse a model with parts that have a state that no cache over ranks holds, or that need positions."""
+def check_cached(body: nn.Module, argument: str) -> None:
+    """Refuse the cache ``argument`` for parts with a state that no cache over ranks holds, or that need positions."""
     for name, module in body.named_modules():
         found, kind = known.mechanism(module), type(module).__name__
         if found is not None and found not in _CACHED:
             raise ValueError(
-                f"past_key_values: {name} ({kind}, {found}) has a state that no cache over ranks holds; leave it out"
+                f"{argument}: {name} ({kind}, {found}) has a state that no cache over ranks holds; leave it out"
             )
         if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
             raise ValueError(
-                f"past_key_values: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
+                f"{argument}: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
                 "ranks yet; use a model with rotary positions and plain attention"
             )
 
@@ -127,9 +126,8 @@ class _Mixer(Converted):
         if plans is ALONE or isinstance(plans, Step):  # the mixer gets all tokens, and the cache as in one process
             return super().forward(*args, **kwargs)
         plan, cache = Plans.of(plans).one, None
-        for name in _CACHES if derived else ():
-            if isinstance(kwargs.get(name), DealtCache):
-                cache = kwargs.pop(name)
+        if derived and (name := passed(kwargs)) is not None:
+            cache = kwargs.pop(name)
         with plan.agreement.entering("a recurrent layer", once=True):
             _check(plan, args, kwargs)
         checks.mark_attended(plans, plans.positions if derived else kwargs.get("position_ids"))
@@ -180,7 +178,7 @@ class _Places:
     def get_seq_length(self, _: int) -> Tensor:
         return self.offset
 
-    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key, value
 
 
@@ -189,22 +187,16 @@ class _Tempered(Converted):
 
     wrong_alone = "scales queries by their places, which it would count from the shard's start"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Any,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
         given = kwargs.get("plan")
-        if given is not None and past_key_values is None:
+        if given is not None:
             plans = Plans.of(given)
             with plans.one.agreement.entering("burst_attention", once=True):
-                _check(plans.one, (hidden_states,), {})
+                checks.check_tokens(hidden_states.shape[1], plans.one)
+                _check_no_cache(kwargs)
             places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
-            past_key_values = _Places(places.to(hidden_states.device))
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            kwargs[known.CACHE] = _Places(places.to(hidden_states.device))
+        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
 
 
 class _Placed(Converted):
@@ -254,8 +246,12 @@ _JUDGES: tuple[tuple[Callable[[nn.Module], Any], type[Converted]], ...] = (
 
 def _check(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     checks.check_tokens((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1], plan)
-    for name in _CACHES:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")
+    _check_no_cache(kwargs)
     checks.mask_request(kwargs.get("attention_mask"))
     checks.check_keywords(0.0, {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")})
+
+
+def _check_no_cache(kwargs: Mapping[str, Any]) -> None:
+    for name in known.CACHES:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import Cache
 from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.recurrence.exchange import Past
 
-from . import checks
+from . import checks, known
 
 
 class DealtCache(Cache):
@@ -33,6 +33,11 @@ class DealtCache(Cache):
         self.update_conv_state(past.columns, number, conv_kernel_size=past.columns.shape[2])
         if past.state is not None:
             self.update_recurrent_state(past.state, number)
+
+
+def passed(kwargs: Mapping[str, Any]) -> str | None:
+    """Return the keyword by which a call passes a cache over ranks; None if it passes none."""
+    return next((name for name in known.CACHES if isinstance(kwargs.get(name), DealtCache)), None)
 
 
 @dataclass(frozen=True)

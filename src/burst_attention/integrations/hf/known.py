@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import GenerationMixin
 
 from burst_attention.recurrence import kernels
 
@@ -20,6 +21,11 @@ def names(text: str) -> frozenset[str]:
     """Return the words of a text."""
     return frozenset(text.split())
 
+
+_GENERATED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+# The name of a model's cache, as argument and in its output: transformers renamed it in 5.24.
+CACHE = "cache" if "cache" in _GENERATED else "past_key_values"
+CACHES = ("cache", "past_key_values", "cache_params")  # its names in all versions; the last one is Mamba's
 
 # Kernels over runs, by the names under which modeling files call the kernel over a whole sequence.
 KERNELS: Mapping[str, Callable[..., Any]] = {

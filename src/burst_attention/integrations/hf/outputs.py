@@ -140,7 +140,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 @dataclass
 class _WholeOutput(MoeModelOutputWithPast):
     hidden_states: Any = None  # here also those that the caller left out, as None
-    cache_params: Any = None  # the name of past_key_values in Mamba models
+    cache_params: Any = None  # the cache in Mamba models, until transformers 5.23
     pooler_output: Tensor | None = None
     cross_attentions: Any = None
 

@@ -33,7 +33,7 @@ from . import arguments, cached, call, converted, heads, known, models, parts, s
 from .attention import call_shape, register
 from .checks import running
 from .classes import Converted, revert
-from .dealt import DealtCache
+from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around, scaled
 
@@ -241,7 +241,7 @@ class _Context:
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
     fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
-    keeps_fit: bool = field(default=False, init=False)
+    passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
     warned: bool = field(default=False, init=False)  # of a batch without labels
     tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
@@ -287,12 +287,14 @@ class _Parallel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
-        cache = kwargs.get("past_key_values")
-        dealt = isinstance(cache, DealtCache)
-        if not dealt:
-            cached.agree_on_generate(self, args, kwargs)
-        with cached.generating(self, args, kwargs, cache) if dealt else _alone(self):
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        generate: Any = super().generate  # type: ignore[misc]
+        argument = passed(kwargs)
+        if argument is not None:
+            with cached.generating(self, args, kwargs, argument) as named:
+                return generate(*args, **named)
+        cached.agree_on_generate(self, args, kwargs)
+        with _alone(self):
+            return generate(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does. Every rank must call it if tensor parallelism cuts the model; rank 0 writes."""
@@ -329,7 +331,7 @@ def _parallel_class(kind: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._burst.generating:
             return kind.forward(self, *args, **kwargs)
-        if isinstance(kwargs.get("past_key_values"), DealtCache):
+        if passed(kwargs) is not None:
             return cached.forward(self, args, kwargs)
         agreed = call.agreed(self, args, kwargs)
         if agreed.own:

@@ -24,6 +24,7 @@ from burst_attention.attention.plan import Plan
 from .batch import BatchRows
 from .checks import MaskRequest, running, shown
 from .classes import become, stock_class
+from .known import CACHES
 from .outputs import Call
 from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
 
@@ -32,7 +33,7 @@ _CALL = "_burst_call"
 _INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
 _UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
 # Arguments of a model's body that are not the vision tower's.
-_OF_TEXT = {"self", "labels", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", *_UNUSED}
+_OF_TEXT = {"self", "labels", "attention_mask", "position_ids", "inputs_embeds", *CACHES, *_UNUSED}
 _OF_TEXT |= {"output_attentions", "output_hidden_states", "output_router_logits"}
 _PER_TOKEN = ("per_layer_inputs", "moe_mm_token_type_ids", "ple_input_ids")  # [B, S, ...] of a language model
 # Where the image tokens are, [B, S] or [B, S, E], and rows to be added there, [image tokens, E] of each layer.
