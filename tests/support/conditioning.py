@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -25,12 +25,19 @@ def moved_copy(model: Model, dtype: torch.dtype = torch.float32, *, seed: int = 
 
     ``dtype``: the lowest precision in which the case computes. Models in fp64 compute norms and rotary angles in fp32.
     """
-    generator, moved = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    moved = copy.deepcopy(model)
     with torch.no_grad():
-        for x in moved.parameters():
-            signs = torch.randint(0, 2, x.shape, generator=generator).to(x.dtype) * 2 - 1
-            x.mul_(1 + signs * torch.finfo(dtype).eps / 2)
+        weights = [*moved.parameters()]
+        for x, away in zip(weights, half_an_ulp_away(weights, dtype, seed=seed), strict=True):
+            x.copy_(away)
     return moved
+
+
+def half_an_ulp_away(tensors: Sequence[Tensor], dtype: torch.dtype, *, seed: int = 0) -> list[Tensor]:
+    """Return tensors in fp64 whose values are moved by half an ulp of ``dtype``, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, x.shape, generator=generator) * 2 - 1 for x in tensors)
+    return [x.double() * (1 + sign * torch.finfo(dtype).eps / 2) for x, sign in zip(tensors, signs, strict=True)]
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:

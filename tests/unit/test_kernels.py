@@ -18,6 +18,7 @@ from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import attend, dense_attention
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
+from tests.support.conditioning import half_an_ulp_away
 from tests.support.pairwise import covering_array
 from tests.support.schedules import pair_tiles
 from tests.unit.test_plan import seen_by_tile, worlds
@@ -124,6 +125,14 @@ def oracle_of(name: str, dtype: torch.dtype, softcap: float | None):
     return given, attend(q, k, v, CASES[name], dout=dout, softcap=softcap)
 
 
+@cache
+def changes_of(name: str, dtype: torch.dtype) -> dict[str, float]:
+    """Return how far the oracle's results move when q, k and v move by half an ulp of their dtype."""
+    (*tensors, dout), oracle = oracle_of(name, dtype, None)
+    moved = attend(*half_an_ulp_away(tensors, dtype), CASES[name], dout=dout)
+    return {what: relative_l2(x, y) for (what, y), (_, x) in zip(oracle.items(), moved.items(), strict=True)}
+
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MATRIX = covering_array({"kernel": [*ANYWHERE, "reference-0.3", "blockwise-2.0"], "mask": [*CASES], "dtype": DTYPES})
 MATRIX.append({"kernel": "aten", "mask": "narrow window", "dtype": torch.float64})  # which gets a mask
@@ -145,12 +154,14 @@ def test_kernels_against_the_oracle(kernel: str, mask: str, dtype: torch.dtype) 
     exact = chosen.exact_partials(dtype)
     if exact:
         assert {x.dtype for x in (out, *grads)} == {wide}
-    bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(wide if exact else dtype, 1e-2)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(wide if exact else dtype)
     plain = oracle_of(mask, dtype, None)[1]
     for actual, (what, expected), (_, other) in zip((out, lse, *grads), oracle.items(), plain.items(), strict=True):
         assert actual.shape == expected.shape
-        assert relative_l2(actual, expected) <= bound, what
-        assert not cap or relative_l2(other, expected) > 100 * bound, "the cap must matter"
+        # A kernel that rounds each tile to its dtype may be off by what the rounding of its inputs does.
+        most = 4 * changes_of(mask, dtype)[what] if bound is None else bound
+        assert relative_l2(actual, expected) <= most, what
+        assert not cap or relative_l2(other, expected) > 100 * most, "the cap must matter"
 
 
 @pytest.mark.parametrize("kernel", ANYWHERE)

@@ -29,6 +29,7 @@ from burst_attention.kernels.windowed import Window, Windowed, launches_of, wind
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
+from tests.support.conditioning import half_an_ulp_away
 from tests.support.tile_cases import BANDS, LARGE, compare, inputs
 from tests.unit.test_plan import seen_by_tile
 
@@ -804,12 +805,13 @@ def test_a_backward_runs_where_products_are_fast(monkeypatch, dtype, products):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for _ in range(4))
     plan = make_plan(64)
-    results = {}
-    for to in (dtype, torch.float64):
-        leaves = [x.to(to, copy=True).requires_grad_() for x in (q, k, v)]
-        burst_attention(*leaves, plan).backward(dout.to(to))
-        results[to] = [x.grad for x in leaves]
+    results = []
+    for leaves in ([q, k, v], [x.double() for x in (q, k, v)], half_an_ulp_away((q, k, v), dtype)):
+        for x in leaves:
+            x.requires_grad_()
+        burst_attention(*leaves, plan).backward(dout.to(leaves[0].dtype))
+        results.append([x.grad for x in leaves])
     assert taken[0] == (torch.bfloat16 if dtype == torch.bfloat16 and products else torch.float32)
-    for mine, exact in zip(*results.values(), strict=True):
+    for mine, exact, moved in zip(*results, strict=True):
         assert mine.dtype == dtype
-        assert relative_l2(mine, exact) < 1e-2
+        assert relative_l2(mine, exact) < 4 * relative_l2(moved, exact)
