@@ -34,10 +34,18 @@ def moved_copy(model: Model, dtype: torch.dtype = torch.float32, *, seed: int = 
 
 
 def half_an_ulp_away(tensors: Sequence[Tensor], dtype: torch.dtype, *, seed: int = 0) -> list[Tensor]:
-    """Return tensors in fp64 whose values are moved by half an ulp of ``dtype``, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, x.shape, generator=generator) * 2 - 1 for x in tensors)
-    return [x.double() * (1 + sign * torch.finfo(dtype).eps / 2) for x, sign in zip(tensors, signs, strict=True)]
+    """Return tensors in fp64 whose values are moved by half an ulp of ``dtype``, up or down at random.
+
+    In fp64 itself they move to a neighbour, which is at most a whole ulp away.
+    """
+    generator, moved = torch.Generator().manual_seed(seed), []
+    for x in tensors:
+        up = torch.randint(0, 2, x.shape, generator=generator) == 1
+        if dtype == torch.float64:
+            moved.append(x.double().nextafter(torch.where(up, torch.inf, -torch.inf).double()))
+        else:
+            moved.append(x.double() * (1 + torch.where(up, 0.5, -0.5).double() * torch.finfo(dtype).eps))
+    return moved
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
@@ -59,7 +67,7 @@ def worst_share(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], moved
     """Return the greatest error, as a share of its bound: at most 1 if all results are right."""
     assert found.keys() == wanted.keys()
     bounds = bounds_of(wanted, moved)
-    return max(error_of(found[name], x) / bounds[name] for name, x in wanted.items())
+    return max(error_of(found[name], x) / max(bounds[name], 1e-300) for name, x in wanted.items())
 
 
 def share_of_loss(found: float, wanted: float, moved: float, dtype: torch.dtype = torch.float32) -> float:
