@@ -37,6 +37,7 @@ PROGRAMS: Mapping[str, str] = {
     "memory": "claims.memory",
     "packing": "claims.packing",
     "peers": "peers.compare",
+    "pretrained": "claims.pretrained",
     "step": "claims.step",
 }
 WRITES = ("results.json", "report.html")

@@ -22,6 +22,7 @@ def print_table(
     rows: Iterable[Mapping[str, str]],
     *,
     title: str = "",
+    legend: Mapping[str, str] | None = None,
     keys: int = 1,
     right: Sequence[str] = (),
 ) -> None:
@@ -31,6 +32,7 @@ def print_table(
         console: its width is the limit. Only a cell that is wider by itself is folded.
         rows: cells by column, as rich markup. A row may leave some out. Columns have the order of their first use.
         title: a line above, as rich markup.
+        legend: what columns mean, by name; a line below says it of those that the rows have.
         keys: the number of first columns that each of the tables repeats.
         right: the columns that are aligned to the right.
     """
@@ -51,6 +53,9 @@ def print_table(
         console.print()
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
+    told = [f"{name}: {meaning}" for name, meaning in (legend or {}).items() if name in names]
+    if told:
+        console.print("; ".join(told), highlight=False, markup=False, soft_wrap=True)
 
 
 def _with_notes(

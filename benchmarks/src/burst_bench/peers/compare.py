@@ -2,18 +2,18 @@
 
 All variants compute one causal attention, forward and backward. They take turns, round by round, on the same ranks and
 cores, with one thread per rank and the same flash kernels. On CPUs these are torch's kernels; flash_attn_stand_in.py
-offers them to the packages under flash_attn's names. Each result is first compared with a single device's in fp32. A
-wrong variant is printed with its error and without a time.
+offers them to the packages under flash_attn's names. ringmaster calls torch's kernel through transformers. Each result
+is first compared with a single device's in fp32. A wrong variant is printed with its error and without a time.
 
-    burst bench peers [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
+    burst bench peers [--world 2] [--seq-len 4096] [--heads 8] [--head-dim 128] [--rounds 3] [--json FILE]
                       [--link 100mbit]
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
 node of an emulated cluster with links of this rate (it needs root and iproute2).
 
-The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
---device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
+The program prints how to install packages that are missing. With --device cuda it runs one rank per GPU with NCCL and
+the real flash_attn; that mode has never been run. By default it takes less than two minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -45,7 +45,18 @@ from ..harness.workload import Workload
 from ..pool import WorkerPool
 from ..tables import bytes_text, spread
 from . import flash_attn_stand_in
-from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_version, refusal
+from .variants import CALIBRATED, OURS, STRONGEST, VARIANTS, Theirs, package_version, refusal
+
+# Columns. Seconds have none: their medians come from different rounds, so their quotients are not the ratios.
+TIMES, BARE_TIMES = f"time / {OURS}'s", "without copies"
+SENT, SHARE = "sent per rank", f"of {STRONGEST}'s"
+LEGEND = {
+    TIMES: f"its time divided by {OURS}'s of the same round: median (least to greatest); above 1, {OURS} is faster",
+    BARE_TIMES: "the same without the time in which the stand-in for flash_attn copies tensors; a GPU needs no copies",
+    SENT: "payload that a rank hands to its process group in a call, mean of the ranks; -: can't be counted",
+    SHARE: f"the bytes divided by those of {STRONGEST}",
+}
+WHOLE_SCORES = "has no flash kernel on a CPU and computes whole matrices of scores: compare its bytes, not its time"
 
 
 @dataclass
@@ -203,7 +214,7 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
         row = own.row()
         lines.append({"variant": f"{row['name']} {row['version'] or ''}".strip()})
         if not own.correct:
-            lines[-1]["s"] = "not run" if own.refused else "WRONG"
+            lines[-1][TIMES] = "not run" if own.refused else "WRONG"
             notes += [f"{row['name']}: {own.refused}"] if own.refused else []
             wrong = {name: error for name, error in own.errors.items() if not error <= own.bounds[name]}
             for name, error in wrong.items():
@@ -211,23 +222,25 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
                     f"{row['name']}: relative L2 of {name} is {error:.1e}; the limit is {own.bounds[name]:.1e}"
                 )
             continue
-        lines[-1] |= {
-            "s": spread(own.seconds),
-            "ratio": spread(own.ratios, ".3f"),
-            "without copies": spread(own.ratios_without_copies, ".3f"),
-            "sent per rank": bytes_text(own.mean_bytes),
-        }
+        if own.ratios:
+            lines[-1] |= {TIMES: spread(own.ratios, ".3f"), BARE_TIMES: spread(own.ratios_without_copies, ".3f")}
+        lines[-1][SENT] = bytes_text(own.mean_bytes)
         if strongest and own.mean_bytes is not None:
-            lines[-1][f"of {STRONGEST}'s"] = f"{own.mean_bytes / strongest:.3f}"
-    print_table(console, lines, title=title)
+            lines[-1][SHARE] = f"{own.mean_bytes / strongest:.3f}"
+        if own.ratios and getattr(own.variant, "whole_scores", False):
+            notes.append(f"{row['name']} {WHOLE_SCORES}")
+    print_table(console, lines, title=title, legend=LEGEND)
+    if outcomes[0].ratios:
+        console.print(f"a call of {OURS} takes {spread(outcomes[0].seconds)} s", highlight=False)
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeersArguments(CallArguments):
+    seq_len: int = 4096
     world: int = 2
-    rounds: int = 5
+    rounds: int = 3
     """Timed rounds; 0: only check results and count bytes."""
     device: Literal["cpu", "cuda"] = "cpu"
     link: str | None = None

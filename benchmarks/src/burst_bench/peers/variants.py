@@ -1,4 +1,4 @@
-"""The variants of ``peers.py``: one causal attention over W ranks, by other packages and by ours.
+"""The variants of ``compare.py``: one causal attention over W ranks, by other packages and by ours.
 
 A package's variant defines which tokens a rank holds, their layout in memory, and how to call the package. Functions
 called by ``build`` run on a rank, which has a process group.
@@ -25,10 +25,11 @@ from ..harness.calls import Call, Ours, Variant, by_autograd
 from ..harness.workload import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-FLASH_ATTN = ("ring_flash_attn", "yunchang")  # the packages that import flash_attn
+FLASH_ATTN = ("ring_flash_attn", "yunchang", "ringmaster")  # the packages that import flash_attn on a GPU
 REQUIREMENTS = {  # the versions that these calls were written for
     "ring_flash_attn": "ring-flash-attn==0.1.8",
     "yunchang": "yunchang==0.6.4",
+    "ringmaster": "axolotl-ringmaster==0.2.7",
 }
 ALL = 0  # ranks of a head-parallel group
 
@@ -37,10 +38,11 @@ ALL = 0  # ranks of a head-parallel group
 class Theirs(Variant):
     """A package's variant; the first word of its name is the package."""
 
-    # Return the package's attention over [B, S, H, D]; all ranks call it at the same time.
-    function: Callable[[], Attention]
+    # Return the package's attention over [B, S, H, D] on a device; all ranks call it at the same time.
+    function: Callable[[str], Attention]
     order: str = "contiguous"  # layout over the ring: ``contiguous``, ``zigzag`` or ``striped``
     ulysses: int = 1  # ranks of one head-parallel group, or :data:`ALL`. The group's ranks split one shard of the ring
+    whole_scores: bool = False  # whether it has no flash kernel on CPUs and computes whole matrices of scores in fp32
 
     @property
     def package(self) -> str:
@@ -49,7 +51,7 @@ class Theirs(Variant):
     def build(self, workload: Workload) -> Call:
         group = self.ulysses or dist.get_world_size()
         held = positions(self.order, workload.seq_len, dist.get_world_size(), group, dist.get_rank())
-        return Call(begin=by_autograd(self.function()), positions=held, heads_first=False)
+        return Call(begin=by_autograd(self.function(workload.device)), positions=held, heads_first=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +118,19 @@ def refusal(variant: Variant, world: int, workload: Workload) -> str | None:
 
 def package_version(variant: Variant) -> str | None:
     """Return the version of the package that computes a variant; None if it is not installed."""
-    package = "torch" if isinstance(variant, OneProcess) else "burst_attention"
-    if isinstance(variant, Theirs):
-        package = variant.package
-    return version(package.replace("_", "-")) if importlib.util.find_spec(package) else None
+    if not isinstance(variant, Theirs):
+        return version("torch" if isinstance(variant, OneProcess) else "burst-attention")
+    installed = importlib.util.find_spec(variant.package) is not None
+    return version(REQUIREMENTS[variant.package].partition("==")[0]) if installed else None
 
 
-def _ring_flash_attn(name: str) -> Attention:
+def _ring_flash_attn(name: str, _device: str) -> Attention:
     import ring_flash_attn
 
     return partial(getattr(ring_flash_attn, name), causal=True)
 
 
-def _yunchang(ring: str, ulysses: int) -> Attention:
+def _yunchang(ring: str, ulysses: int, _device: str) -> Attention:
     import yunchang
 
     world = dist.get_world_size()
@@ -137,10 +139,33 @@ def _yunchang(ring: str, ulysses: int) -> Attention:
     return partial(yunchang.LongContextAttention(ring_impl_type=ring), causal=True)
 
 
-def _yunchang_ulysses() -> Attention:
+def _yunchang_ulysses(_device: str) -> Attention:
     import yunchang
 
     return partial(yunchang.UlyssesAttention(sequence_process_group=dist.group.WORLD), causal=True)
+
+
+def _ringmaster(backend: str, load_balance: str, device: str) -> Attention:
+    """Return the function that ringmaster registers with transformers, whose tensors are [B, H, S, D]."""
+    import ringmaster
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = ringmaster.RingmasterConfig(
+        size=dist.get_world_size(),
+        backend=ringmaster.Backend(backend),
+        load_balance=ringmaster.LoadBalance(load_balance),
+        rotate_method=ringmaster.RotateMethod.ALLTOALL,  # gathering has no kernel on CPUs
+    )
+    inner = "sdpa" if device == "cpu" else "flash_attention_2"
+    runtime = ringmaster.setup(config, device_type=device, inner_attn=inner)
+    function, module = ALL_ATTENTION_FUNCTIONS[runtime.attn_implementation], torch.nn.Module()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ringmaster.set_runtime(runtime)  # one for the process: the variant that was set up last
+        out, _ = function(module, *(x.transpose(1, 2) for x in (q, k, v)), None, is_causal=True)
+        return out
+
+    return attention
 
 
 Planned = partial(Ours, strategy=Strategy())
@@ -163,4 +188,7 @@ VARIANTS = (
     Theirs(name="yunchang stripe", function=partial(_yunchang, "strip", 1), order="striped"),
     Theirs(name="yunchang ulysses", function=_yunchang_ulysses, ulysses=ALL),
     Theirs(name="yunchang hybrid zigzag", function=partial(_yunchang, "zigzag", 2), ulysses=2, order="zigzag"),
+    Theirs(name="ringmaster ulysses", function=partial(_ringmaster, "ulysses", "none"), ulysses=ALL),
+    Theirs(name="ringmaster ring", function=partial(_ringmaster, "ring", "none"), whole_scores=True),
+    Theirs(name="ringmaster distflash", function=partial(_ringmaster, "ring", "distflash"), whole_scores=True),
 )
