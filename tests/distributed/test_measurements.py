@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.claims import longest
+from burst_bench.claims import longest, pretrained
 from burst_bench.claims.generation import GenerationArguments, line, measured, over_contexts
 from burst_bench.claims.packing import (
     Arrangement,
@@ -24,12 +24,15 @@ from burst_bench.claims.packing import (
 from burst_bench.claims.packing import (
     measured as steps_measured,
 )
+from burst_bench.claims.pretrained import Plain
 from burst_bench.command import PROGRAMS
 from burst_bench.harness.traffic_meter import TrafficMeter
 from burst_bench.harness.workload import Workload
 from burst_bench.peers import compare
 from burst_bench.pool import WorkerPool
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from burst_train.data.tokenizer import ByteTokenizer
 from tests.distributed.test_cluster import emulated
 
 SIZES = GenerationArguments(new_tokens=3, rounds=2)
@@ -169,6 +172,56 @@ def test_the_busiest_rank_counts() -> None:
     assert (zigzag["sent per rank"], ours["sent per rank"]) == ("10 B", "2 B")
 
 
+@pytest.mark.long
+def test_a_pretrained_model_over_ranks_is_compared_with_transformers(tmp_path, capsys) -> None:
+    """With 9 heads and 3 key-value heads, which two ranks can't split."""
+    sizes = {"hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 9, "num_key_value_heads": 3}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=258, num_hidden_layers=2, **sizes)).save_pretrained(tmp_path / "model")
+    ByteTokenizer().save(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 5)
+    given = f"--model {tmp_path}/model --data {tmp_path}/text.txt --seq-len 64 --strategies ring ulysses --new-tokens 3"
+    pretrained.main([*given.split(), "--steps", "2", "--json", str(tmp_path / "figures.json")])
+    written, printed = json.loads((tmp_path / "figures.json").read_text()), capsys.readouterr().out
+    plain, ring, ulysses = written["rows"]
+    assert plain["largest"] == 0 < plain["largest_from_fp64"] < 1e-5
+    assert 0 < ring["largest"] < 1e-5 and ring["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-6)
+    assert "ulysses_degree=2 can't split 9 query heads and 3 key-value heads" in ulysses["refused"]
+    assert f"ulysses, 2 ranks: {ulysses['refused']}" in printed and "perplexity" in printed
+    (run,) = written["runs"]
+    assert run["equal_tokens"] == 3 and len(run["losses"]) == 2
+    assert abs(run["losses"][1] - run["losses"][0]) > 0, "a step has changed the adapters"
+    assert run["losses"] == pytest.approx(written["losses_of_one_process"], rel=1e-5)
+
+
+def test_wrong_log_probabilities_tokens_or_losses_of_a_pretrained_model_give_no_figures() -> None:
+    exact = -torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = Plain(exact, exact + 1e-6, [1, 2, 3], [2.0, 1.0])
+    assert plain.row(2, "ring", exact - 4e-6)["largest"] == pytest.approx(5e-6)
+    for wrong in (6e-6, float("nan")):
+        own = exact.clone()
+        own[7] += wrong
+        with pytest.raises(SystemExit, match=r"ring, 2 ranks: .* nothing is reported"):
+            plain.row(2, "ring", own)
+    assert plain.equal_tokens([1, 2, 4], "bfloat16") == 2
+    with pytest.raises(SystemExit, match="nothing is reported"):
+        plain.equal_tokens([1, 2, 4], "float32")
+    assert plain.largest_difference([2.0, 1.00005], "float32") == pytest.approx(5e-5)
+    for losses in ([2.0, 1.001], [2.0, float("nan")]):
+        with pytest.raises(SystemExit, match="nothing is reported"):
+            plain.largest_difference(losses, "float32")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [("--model nowhere", "has no config.json; `python examples/pretrained.py"), ("--strategies best", "is unknown")],
+)
+def test_a_pretrained_model_that_can_not_be_read_is_refused(given, text, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=text):
+        pretrained.main(["--model", str(tmp_path), *given.split()])
+
+
 WORLD = 2
 SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)
 
@@ -179,13 +232,32 @@ def need(*packages: str) -> None:
             pytest.skip(f"{package} is not installed; see `burst bench peers`")
 
 
+def test_each_column_of_the_table_of_peers_is_explained_and_none_contradicts_another() -> None:
+    """The machine slowed down: the quotient of the median seconds, 1.5, is not the median of the rounds' ratios."""
+    ours = {"seconds": [1.0, 2.0, 4.0], "ratios": [1.0] * 3, "copying": [0.0] * 3}
+    theirs = {"seconds": [1.0, 3.0, 4.0], "ratios": [1.0, 1.5, 1.0], "copying": [0.5, 0.0, 0.0]}
+    exact = {"errors": {"out": 0.0}, "bounds": {"out": 1.0}}
+    kinds = {each.name: each for each in compare.VARIANTS}
+    shown = [compare.Outcome(kinds["burst"], **exact, **ours, bytes=[10, 10])]
+    shown += [compare.Outcome(kinds[compare.STRONGEST], **exact, **theirs, bytes=[20, 20])]
+    console = compare.Console(record=True, width=150, file=io.StringIO())
+    compare.show(console, shown, "")
+    head, _, ours_line, theirs_line, *below = console.export_text().splitlines()
+    columns = [name.strip() for name in head.split("  ") if name.strip()]
+    assert columns == ["variant", *compare.LEGEND]
+    assert ours_line.split()[2:] == ["1.00", "1.00", "10", "B", "0.500"]
+    assert "1.00 (1.00 to 1.50)" in theirs_line and "1.00 (0.50 to 1.50)" in theirs_line
+    text = " ".join(below)
+    assert all(f"{name}: " in text for name in compare.LEGEND) and "a call of burst takes 2.00 (1.00 to 4.00) s" in text
+
+
 def compared(*given: Any, **options: Any) -> dict[str, compare.Outcome]:
     return {own.variant.name: own for own in compare.compare(WORLD, *given, **options)}
 
 
 @pytest.mark.long
 def test_every_variant_is_right_timed_and_sends_what_its_formula_says() -> None:
-    need("ring_flash_attn", "yunchang")
+    need("ring_flash_attn", "yunchang", "ringmaster")
     found = compared(SIZE, 2)
     assert found.pop("yunchang hybrid zigzag").refused == "needs at least 4 ranks, not 2"
     for name, own in found.items():
@@ -201,6 +273,7 @@ def test_every_variant_is_right_timed_and_sends_what_its_formula_says() -> None:
     for name in ("ring-flash-attn basic", "ring-flash-attn zigzag", "ring-flash-attn stripe", "yunchang zigzag"):
         assert found[name].bytes == [ring] * WORLD, name
     assert found["yunchang ulysses"].bytes == [8 * n * 2 * (WORLD - 1) // WORLD] * WORLD
+    assert found["ringmaster ulysses"].bytes == [8 * n * 2 * (WORLD - 1)] * WORLD, "gathered: gloo lacks its all-to-all"
     assert sum(found["burst"].bytes) <= 0.6 * ring * WORLD
 
 
@@ -222,13 +295,13 @@ def test_a_wrong_result_gets_no_time() -> None:
 def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
     """And ours is compared with PyTorch in one process all the same."""
     real = importlib.util.find_spec
-    missing = ("ring_flash_attn", "yunchang")
+    missing = ("ring_flash_attn", "yunchang", "ringmaster")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in missing else real(name))
     sizes = ["--seq-len", "256", "--heads", "4", "--head-dim", "32", "--rounds", "1"]
     compare.main([*sizes, "--json", str(tmp_path / "peers.json")])
     assert "not installed: pip install ring-flash-attn==" in capsys.readouterr().out
     for row in json.loads((tmp_path / "peers.json").read_text())["rows"]:
-        theirs = row["name"].startswith(("ring-", "yunchang"))
+        theirs = row["name"].startswith(("ring-", "yunchang", "ringmaster"))
         assert row["correct"] != theirs and (row["refused"] or "").startswith("not installed: pip") == theirs
         assert len(row["seconds"]) == (not theirs) and (row["version"] is None) == theirs
 

@@ -223,7 +223,7 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
                 )
             continue
         if own.ratios:
-            lines[-1] |= {TIMES: spread(own.ratios, ".3f"), BARE_TIMES: spread(own.ratios_without_copies, ".3f")}
+            lines[-1] |= {TIMES: spread(own.ratios), BARE_TIMES: spread(own.ratios_without_copies)}
         lines[-1][SENT] = bytes_text(own.mean_bytes)
         if strongest and own.mean_bytes is not None:
             lines[-1][SHARE] = f"{own.mean_bytes / strongest:.3f}"

@@ -7,6 +7,7 @@ called by ``build`` run on a rank, which has a process group.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +157,10 @@ def _ringmaster(backend: str, load_balance: str, device: str) -> Attention:
         load_balance=ringmaster.LoadBalance(load_balance),
         rotate_method=ringmaster.RotateMethod.ALLTOALL,  # gathering has no kernel on CPUs
     )
-    inner = "sdpa" if device == "cpu" else "flash_attention_2"
+    inner = "flash_attention_2"
+    if device == "cpu":
+        inner = "sdpa"
+        logging.getLogger("ringmaster").setLevel(logging.ERROR)  # it warns that flash_attn's kernels are missing
     runtime = ringmaster.setup(config, device_type=device, inner_attn=inner)
     function, module = ALL_ATTENTION_FUNCTIONS[runtime.attn_implementation], torch.nn.Module()
 
