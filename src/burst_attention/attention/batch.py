@@ -126,6 +126,11 @@ class PlanCache:
         """Whether the rows of a batch become documents of one row: the layout ``balanced`` places documents."""
         return self.base.layout == BALANCED
 
+    def with_windows(self, windows: Iterable[Reach]) -> PlanCache:
+        """Return a cache for layers with other windows; itself if they are the same."""
+        made = PlanCache(self.base, windows, causal=self.causal, kept=self._kept)
+        return self if made._windows == self._windows else made
+
     def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
         """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens

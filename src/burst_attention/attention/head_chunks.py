@@ -269,11 +269,11 @@ class _Gradients:
                     sums[at] = added(sums.get(at), piece)
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients of the hidden states and of each weight; None for those that are not wanted."""
+        """Return the gradients of the hidden states and of each weight; None for those not wanted, or not used."""
         hidden, *weights = self.inputs
         results: list[Tensor | None] = [None if self._hidden is None else self._hidden.to(hidden.dtype)]
         for weight, found, wanted in zip(weights, self._rows, self.wanted[1:], strict=True):
-            if not wanted:
+            if not wanted or not (found or hidden.numel() == 0):
                 results.append(None)
             elif None in found:
                 results.append(found.pop(None).to(weight.dtype))

@@ -38,9 +38,9 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     with state.meeting.entering("the model"):
         given = arguments.named(model, args, kwargs)
         arguments.check_keywords(model, given)
-        own = arguments.runs_its_own(model, given)
-        parts.check_implementations(model, state.layers)
         state.check_parts(model)
+        parts.check_implementations(model, state.layers)
+        own = arguments.runs_its_own(model, given)
         rows = rows_for(model, given)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)

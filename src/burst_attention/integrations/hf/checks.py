@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,12 +226,17 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
 def check_rope(config: Any) -> None:
     """Refuse rotary frequencies that depend on the largest position, because it differs by rank."""
     for attribute in ("rope_parameters", "rope_scaling"):
-        for kind in _rope_types(getattr(config, attribute, None)):
-            if "dynamic" in kind or kind in ("longrope", "su"):
-                raise ValueError(
-                    f"{attribute} has rope type {kind!r}: its frequencies depend on the largest position, which "
-                    "differs by rank; use a model with rope type default, linear, yarn or llama3"
-                )
+        check_rope_type(attribute, _rope_types(getattr(config, attribute, None)))
+
+
+def check_rope_type(attribute: str, kinds: Iterable[Any]) -> None:
+    """Refuse types of rotary frequencies, the value of ``attribute``, that depend on the largest position."""
+    for kind in kinds:
+        if isinstance(kind, str) and ("dynamic" in kind or kind in ("longrope", "su")):
+            raise ValueError(
+                f"{attribute} has rope type {kind!r}: its frequencies depend on the largest position, which "
+                "differs by rank; use a model with rope type default, linear, yarn or llama3"
+            )
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """Run a layer's attention in chunks of heads (:mod:`burst_attention.attention.head_chunks`).
 
-The layer's own code projects each chunk: it runs on a copy of the module's structure, which has fewer heads, with some
-rows of the module's weights. Before its first use the result is compared with the layer's own on a few tokens.
+The layer's own code projects each chunk: it runs on a replica of the module, which has fewer heads, with some rows of
+the module's weights. Any change of the module makes another replica. Before its first use, outputs and gradients of a
+few tokens are compared with the layer's own.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,13 @@ from torch.func import functional_call
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.call import burst_attention
 from burst_attention.attention.head_chunks import HeadCall, Projection, Stretches, attend_by_heads
-from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.sweep import sweeps
-from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .classes import stock_class
-from .known import is_tempered
+from .classes import become, stock_class
+from .head_checks import check_given, check_parts, compare_few, of_tokens, output_of, refusal_of, weights_of
+from .parts import HOOKS, hooks_of
+from .snapshots import Snapshot, replica
 
 # The projections whose output rows belong to heads: which heads, in order.
 _ROWS: Mapping[str, tuple[str, ...]] = {
@@ -33,15 +34,14 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("k_proj", "v_proj"), ("key",)),
     "qkv_proj": ("query", "key", "key"),
 }
-_OUTPUT = ("o_proj", "dense", "out_proj")
 _COUNTS = {"query": ("num_heads", "num_attention_heads"), "key": ("num_key_value_heads",)}
-_COMPARED = 5  # tokens
+_RECENT = 4  # states of a module, such as those with and without its adapters
 
 
 class ByHeads(nn.Module):
     """An attention module of transformers whose heads are computed in chunks."""
 
-    structure: Structure
+    structures: Structures
     stock_class: Any
 
     @torch.compiler.disable
@@ -51,22 +51,69 @@ class ByHeads(nn.Module):
         if kwargs.get("plan") is None or not ours:  # generation, or a measurement with another attention
             return self.stock_class.forward(self, hidden_states, **kwargs)
         with Plans.of(kwargs["plan"]).one.agreement.entering("burst_attention", once=True):
-            if self.structure.parts != _parts(self):  # adapters were attached, or removed
-                self.structure = Structure(self, self.structure.chunks)
-            self.structure.compare(self, hidden_states, kwargs)
-        return self.structure.run(self, hidden_states, kwargs)
+            structure = self.structures.of(self)
+            structure.compare(self, hidden_states, kwargs)
+        return structure.run(self, hidden_states, kwargs)
+
+
+class Structures:
+    """The structures of a module in its recent states."""
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
+        self._recent: list[Structure] = []
+        # A forward around the module may hand it parts in place of its own cut weights, so names are kept.
+        self._cut: frozenset[str] = frozenset()
+
+    def of(self, module: nn.Module) -> Structure:
+        """Return the structure of the module as it is now; raise ValueError if it can't run in chunks."""
+        found = next((each for each in self._recent if each.fits(module)), None)
+        if found is None:
+            _unmerge(module)
+            self._cut |= {name for name, x in weights_of(module).items() if tensor_parts.along_axis(x)}
+            found = Structure(module, self._chunks, self._cut)
+            self._recent = [found, *self._recent[: _RECENT - 1]]
+        return found
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse hooks and parts of the module, as it is now, that can't run in chunks. Its weights may be sharded."""
+        check_parts(module, output_of(module), refusal_of(module, self._chunks))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structures:
+        return Structures(self._chunks)
+
+
+def convert(module: nn.Module, chunks: int) -> None:
+    """Let an attention module compute its heads in chunks; raise ValueError if it can't."""
+    structures = Structures(chunks)
+    become(module, ByHeads, structures=structures)
+    structures.of(module)
+
+
+def _unmerge(module: nn.Module) -> None:
+    """Unmerge adapters that are disabled, as their own forward would do: in chunks it would do so for one chunk."""
+    for part in module.modules():
+        if getattr(part, "merged", None) is True and getattr(part, "disable_adapters", None) is True:
+            part.unmerge()  # type: ignore[operator]
+
+
+def _shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor_parts.part(weight).shape for name, weight in weights.items()}
 
 
 class Structure:
     """A module's structure with the heads of one chunk, without weights, and which rows of which weights it takes."""
 
-    def __init__(self, module: nn.Module, chunks: int) -> None:
+    def __init__(self, module: nn.Module, chunks: int, cut: frozenset[str]) -> None:
         config: Any = module.config
-        self.chunks, self.parts, self._compared = chunks, _parts(module), False
-        query, self._name = config.num_attention_heads, type(module).__name__
+        self.chunks, self._cut, self._compared = chunks, cut, False
+        self._refusal, self._output = refusal_of(module, chunks), output_of(module)
+        live = weights_of(module)
+        self._shapes, self._snapshot = _shapes_of(live), Snapshot(module.modules())
+        query = config.num_attention_heads
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
-        cut: Any = (x for x in module.parameters() if tensor_parts.along_axis(x))
-        self._axis = next((x.device_mesh for x in cut), None)
+        meshes: Any = (x.device_mesh for x in live.values() if tensor_parts.along_axis(x))
+        self._axis = next(meshes, None)
         ranks = 1 if self._axis is None else self._axis.size()
         if ranks > 1 and not tensor_parts.forward_is_ours(module):
             raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")
@@ -74,28 +121,25 @@ class Structure:
         for side, count in self._heads.items():
             if count % chunks and (side == "query" or chunks % count):
                 raise ValueError(
-                    f"memory=Memory(attention_chunks={chunks}) can't split the {count} {side} heads of {self._name}; "
-                    f"choose a divisor of {self._heads['key']}"
+                    f"memory=Memory(attention_chunks={chunks}) can't split the {count} {side} heads of "
+                    f"{type(module).__name__}; choose a divisor of {self._heads['key']}"
                 )
-        if is_tempered(module):
-            raise self._refusal("it scales queries by their places")
-        self._output = next((name for name in _OUTPUT if name in module._modules), "")
-        if not self._output or next(module.buffers(), None) is not None:
-            raise self._refusal(f"its parts are {', '.join(module._modules)}")
-        weights = {n: p for n, p in module.named_parameters() if not n.startswith(f"{self._output}.")}
-        self._names = tuple(weights)
-        # Asked now: a forward around this one may hand the module parts in place of its own cut weights.
-        self._cut = {name for name, weight in module.named_parameters() if tensor_parts.along_axis(weight)}
-        self._segments = [self._segments_of(name, len(tensor_parts.part(weight))) for name, weight in weights.items()]
+        check_parts(module, self._output, self._refusal)
+        self._names = tuple(name for name in live if not name.startswith(f"{self._output}."))
+        self._segments = [self._segments_of(name) for name in self._names]
         self._twin = self._empty_twin(module)
 
-    def _refusal(self, reason: str) -> ValueError:
-        return ValueError(
-            f"memory=Memory(attention_chunks={self.chunks}) does not know how to split {self._name}: {reason}. Leave "
-            "attention_chunks out for this model"
-        )
+    def fits(self, module: nn.Module) -> bool:
+        """Return whether the module's classes, attributes and shapes are still those of this structure."""
+        return self._snapshot.unchanged() and self._shapes == _shapes_of(weights_of(module))
 
-    def _segments_of(self, name: str, rows: int) -> tuple[tuple[str, int, int], ...]:
+    def compare(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Compare a few tokens and their gradients with the module's own forward, once."""
+        if not (self._compared or isinstance(hidden, FakeTensor)) and hidden.shape[1]:
+            compare_few(module, self.run, hidden, kwargs, self._refusal)
+            self._compared = True
+
+    def _segments_of(self, name: str) -> tuple[tuple[str, int, int], ...]:
         """Return (side, first row, rows of a head) of each stretch of heads among a weight's rows."""
         first, *rest = name.split(".")
         if first not in _ROWS or rest[:1] == ["lora_A"]:
@@ -104,7 +148,7 @@ class Structure:
             rest = rest[1:]
         if rest and rest not in (["weight"], ["bias"]) and rest[0] != "lora_B":
             raise self._refusal(f"it has the weight {name}")
-        sides = _ROWS[first]
+        sides, rows = _ROWS[first], self._shapes[name][0]
         width, left = divmod(rows, sum(self._heads[side] for side in sides))
         if left:
             raise self._refusal(f"{name} has {rows} rows for {self._heads['query']} query heads")
@@ -122,15 +166,20 @@ class Structure:
 
     def _empty_twin(self, module: nn.Module) -> nn.Module:
         config: Any = module.config
-        memo: dict[int, Any] = {id(config): config, id(vars(module).get("structure")): None}
-        for weight in module.parameters():  # no copy, and nothing that outlives the sharding of the weights
+
+        def nothing(weight: Tensor) -> nn.Parameter:  # no copy, and nothing that outlives the sharding of the weights
             own = tensor_parts.part(weight)
-            memo[id(weight)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=False)
-        twin: Any = copy.deepcopy(module, memo)
-        for part in twin.modules() if self._axis is not None else ():
-            vars(part).pop("forward", None)  # it would use the module's own weights
+            return nn.Parameter(torch.empty(own.shape, dtype=own.dtype, device="meta"), requires_grad=False)
+
+        twin: Any = replica(module, nothing)
+        for part in twin.modules():
+            if part is twin or tensor_parts.forward_is_ours(part):
+                vars(part).pop("forward", None)  # it would use the module's own weights
         twin.__class__ = stock_class(module)
-        twin.config = copy.copy(config)
+        vars(twin).update({kind: OrderedDict() for kind in HOOKS})  # they run once, around this module
+        del twin.structures
+        twin.config = object.__new__(type(config))
+        vars(twin.config).update(vars(config))
         for side, names in _COUNTS.items():
             for name in names:
                 for owner in (twin, twin.config):
@@ -143,16 +192,15 @@ class Structure:
 
     def run(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Return the results of the module's forward."""
-        live = dict(module.named_parameters())
-        twin: Any = self._twin
-        twin.config._attn_implementation = module.config._attn_implementation  # it may have been switched
+        check_given(hidden, kwargs, self._refusal)
+        live = weights_of(module)
         attend, length = kwargs.get("attend"), hidden.shape[1]
         kernel = getattr(attend, "keywords", {}).get("kernel", "auto")
 
         # It outlives the call, and must not hold the hidden states.
         def project(states: Tensor, _: int, weights: Sequence[Tensor], tokens: slice) -> HeadCall:
             captured = _Captured(kernel, some=tokens != slice(0, length))
-            some = self._of_tokens(tokens, length, kwargs) if captured.of_some_tokens else {}
+            some = of_tokens(kwargs, tokens) if captured.of_some_tokens else {}
             given = {**kwargs, **some, "attend": captured, "hidden_states": states}
             functional_call(self._twin, dict(zip(self._names, weights, strict=True)), (), given)
             return captured.calls.pop()
@@ -164,53 +212,14 @@ class Structure:
         weights, output = [live[name] for name in self._names], getattr(module, self._output)
         if sharded := next((name for name, x in live.items() if isinstance(x, DTensor)), None):
             raise self._refusal(f"{sharded} is a DTensor; shard whole decoder layers, not their attention")
-        if type(output) is nn.Linear and not (output._forward_hooks or output._forward_pre_hooks):
-            own = [live[f"{self._output}.{name}"] for name, _ in output.named_parameters()]
+        replaced = "forward" in vars(output) and not tensor_parts.forward_is_ours(output)
+        if type(output) is nn.Linear and not (replaced or any(hooks_of(output))):
+            own = [live[f"{self._output}.{name}"] for name, x in output._parameters.items() if x is not None]
             if self._axis is None:
                 return attend_by_heads(hidden, weights, projection, output=own), None
             out = attend_by_heads(hidden, weights, projection, output=own[:1])
             return tensor_parts.summed(out, own[1] if own[1:] else None, self._axis), None
         return output(attend_by_heads(hidden, weights, projection).flatten(2)), None
-
-    @torch.no_grad()
-    def compare(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Compare a few tokens with the module's own forward, once."""
-        if self._compared or isinstance(hidden, FakeTensor) or not hidden.shape[1]:
-            return
-        few = min(_COMPARED, hidden.shape[1])
-        given = {**kwargs, **self._few(few, hidden.shape[1], kwargs)}
-        own = module.stock_class.forward(module, hidden_states=hidden[:1, :few], **given)
-        ours = self.run(module, hidden[:1, :few], given)
-        bound = 50 * torch.finfo(own[0].dtype).eps ** (1 if own[0].dtype.itemsize > 2 else 0.75)
-        apart, most = (own[0] - ours[0]).abs().max().item(), own[0].abs().max().item()
-        if len(own) != 2 or own[1] is not None or not apart <= bound * max(most, 1e-30):
-            raise self._refusal(f"on {few} tokens its outputs differ by {apart:.1e} of {most:.1e}")
-        self._compared = True
-
-    def _few(self, few: int, length: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call on the first tokens of the first row."""
-        masks = ((key, plan.mask) for key, plan in Plans.of(kwargs["plan"]).items())
-        plans = {key: single_rank_plan(few, mask=Mask(causal=x.causal, window=x.window)) for key, x in masks}
-        given = self._of_tokens(slice(0, few), length, kwargs, rows=slice(1))
-        if "position_ids" in given:
-            given["position_ids"] = torch.arange(few, device=given["position_ids"].device)[None]
-        given["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
-        return given
-
-    def _of_tokens(
-        self, tokens: slice, length: int, kwargs: Mapping[str, Any], *, rows: slice = slice(None)
-    ) -> dict[str, Any]:
-        """Return the arguments that belong to tokens, for some of the tokens."""
-        given: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name == "position_embeddings":  # cosines and sines, or the complex numbers that hold both
-                alone = isinstance(value, Tensor)
-                given[name] = value[rows, tokens] if alone else tuple(x[rows, tokens] for x in value)
-            elif name == "position_ids":
-                given[name] = value[:, tokens]
-            elif isinstance(value, Tensor) and length in value.shape:
-                raise self._refusal(f"its forward takes the tensor {name}")
-        return given
 
 
 class _Nothing(nn.Module):
@@ -230,8 +239,3 @@ class _Captured:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, **options: Any) -> Tensor:
         self.calls.append(HeadCall(q, k, v, plan, kernel=self._kernel, **options))
         return q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-
-
-def _parts(module: nn.Module) -> tuple[Any, ...]:
-    """Return what tells whether parts of the module were replaced."""
-    return tuple((name, type(part)) for name, part in module.named_modules() if part is not module)

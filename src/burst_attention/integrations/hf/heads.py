@@ -19,7 +19,9 @@ from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.loss import Head, LogitForm
 
 from . import tensor_axis
-from .stub_forward import Output, StandIn, body_name, twin_of
+from .parts import hooks_of
+from .snapshots import Snapshot
+from .stub_forward import Output, StandIn, body_name, body_of, twin_of
 from .tensor_parts import forward_is_ours
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
@@ -111,6 +113,12 @@ def find_form(model: nn.Module) -> LogitForm:
     return form if scale == 1 else replace(form, factor=scale * form.factor)
 
 
+def read_by(model: Any) -> Snapshot:
+    """Return a snapshot of what a model's forward may read around its layers: configurations, and own attributes."""
+    around = (model, *model.children(), body_of(model), model.get_output_embeddings())
+    return Snapshot({id(part): part for part in around if part is not None}.values())
+
+
 def base_of(model: Any) -> Any:
     """Return the model inside of a PEFT model; other models themselves."""
     adapted = not isinstance(model, PreTrainedModel) and hasattr(type(model), "get_base_model")
@@ -138,9 +146,8 @@ def is_nested(model: Any) -> bool:
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
     _, name, head = _linear_of(model)
-    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
-    added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
+    added = [hook for hook in hooks_of(head) if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
     cut_by_us = tensor_axis.cut_of(model) is not None and forward_is_ours(head)
     if added or ("forward" in vars(head) and not cut_by_us):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"

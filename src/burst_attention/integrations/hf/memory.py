@@ -5,11 +5,13 @@ Weights keep their names and places. As in FSDP2, a module's class is replaced b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,9 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
-from . import known
+from . import head_chunks, known
 from .classes import become, revert
-from .head_chunks import ByHeads, Structure
+from .head_chunks import ByHeads
+from .snapshots import Snapshot
 from .token_chunks import InTokenChunks
 
 Recompute = Literal["none", "keep-attention", "layer"]
@@ -88,13 +91,17 @@ class Memory:
         for layer in layers:
             if self.attention_chunks > 1:
                 for module in [each for each in layer.modules() if known.is_called(each, "Attention")]:
-                    become(module, ByHeads, structure=Structure(module, self.attention_chunks))
+                    head_chunks.convert(module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
-                layer._gradient_checkpointing_func = _Recomputing(context, copies)  # type: ignore[assignment]
+                recomputing: Any = _Recomputing(layer, context, copies, self.recompute)
+                layer._gradient_checkpointing_func = recomputing
                 layer.gradient_checkpointing = True
 
     def check(self, body: nn.Module) -> None:
-        """Raise ValueError if something else has replaced the recomputation of :meth:`apply`."""
+        """Raise ValueError if a layer has changed so that the options no longer fit."""
+        for module in body.modules() if self.attention_chunks > 1 else ():
+            if isinstance(module, ByHeads):
+                module.structures.check(module)
         if self.recompute == "none":
             return
         for layer in _layers(body):
@@ -142,20 +149,36 @@ def _norms(part: nn.Module) -> Iterable[nn.Module]:
     return [child for child in part.children() if known.is_called(child, "Norm")]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Recomputing:
     """Runs a layer with activation checkpointing. The backward recomputes all but what ``context`` keeps."""
 
+    layer: nn.Module
     context: Callable[[], Any]
     copies: Offloading | None
+    option: Recompute
+    recent: Snapshot | None = field(default=None, init=False)
 
     def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
         copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        after: list[Snapshot] = []  # the layer after its forward
+
+        def checked(*given: Any) -> Any:
+            for snapshot in after:
+                snapshot.check_since_forward(self.layer, f"recompute={self.option!r}")
+            return run(*given)
+
         # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
         with nullcontext() if self.copies is None else self.copies.hooks(*copied):
             # parts.check_random refuses random numbers, so the generator state need not be saved.
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(run, *inputs, **options, context_fn=self.context)
+            out = checkpoint(checked, *inputs, **options, context_fn=self.context)
+        if not torch.compiler.is_compiling():  # what is compiled does not look at the layer again
+            if self.recent is None or not self.recent.unchanged():
+                self.recent = Snapshot(self.layer.modules())
+            after.append(self.recent)
+        return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputing:
-        return self  # copies of a model share the store, which can't be copied
+        # Copies of a model share the store, which can't be copied.
+        return _Recomputing(copy.deepcopy(self.layer, memo), self.context, self.copies, self.option)

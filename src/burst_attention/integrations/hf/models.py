@@ -115,6 +115,11 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     return [reaches.get(kind) for kind in kinds]
 
 
+def windows_of(model: Any, *, causal: bool) -> list[Reach]:
+    """Return :func:`layer_windows` of a model."""
+    return layer_windows(model.config.get_text_config(decoder=True), causal=causal)
+
+
 def is_causal(body: nn.Module) -> bool:
     """Return whether the attention of a model's layers is causal, as they state; each call is compared with that."""
     attentions = ((name, each) for name, each in body.named_modules() if parts.attends(each))
@@ -130,6 +135,12 @@ def is_causal(body: nn.Module) -> bool:
         return all(stated.values())
     names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
     raise ValueError(f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not; {ALONE}")
+
+
+def counts_positions(model: Any) -> bool:
+    """Return whether absolute positions change a model's results, not only distances."""
+    rotary = any(known.is_called(module, "RotaryEmbedding") for module in model.modules())
+    return not rotary or embeds_positions(model)
 
 
 def embeds_positions(model: Any) -> bool:

@@ -29,13 +29,14 @@ from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, call, converted, heads, known, models, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, vision
 from .attention import call_shape, register
 from .checks import running
 from .classes import Converted, revert
 from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around, scaled
+from .snapshots import Snapshot
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -127,19 +128,19 @@ def _convert(base: Any, plan: Plan, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     body, causal = vision.text_of(base), _is_causal(base)
     own = body.config._attn_implementation
-    rotary = any(known.is_called(module, "RotaryEmbedding") for module in base.modules())
     _switch(base, parts.NAME)
     base._burst = _Context(
-        PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True), causal=causal), causal=causal),
+        PlanCache(plan, models.windows_of(base, causal=causal), causal=causal),
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
-        absolute=not rotary or models.embeds_positions(base),
+        absolute=models.counts_positions(base),
         **state,
     )
     converted.convert(body)
     vision.convert(base)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
+    base._burst.read = heads.read_by(base)
 
 
 def unparallelize(model: Model) -> Model:
@@ -240,6 +241,7 @@ class _Context:
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
+    read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
     fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
     passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
     warned: bool = field(default=False, init=False)  # of a batch without labels
@@ -250,10 +252,12 @@ class _Context:
         return replace(self, layers=copy.deepcopy(self.layers, memo))
 
     def check_parts(self, model: Any) -> None:
-        """Check adapters, hooks, attentions and rates that were attached or changed since the last call."""
+        """Check what was attached or changed since the last call, and derive anew what follows from it."""
+        self._derive(model)
         if self.right is not None and self.right.unchanged():
             return
         body, over_ranks, cut = vision.text_of(model), self.plans.base.world > 1, self.meeting.inner is not None
+        converted.convert(body)
         self.memory.check(body)
         if over_ranks or cut:
             parts.check_random(model, body)
@@ -262,6 +266,7 @@ class _Context:
             parts.check_random(body)
         if over_ranks:
             parts.check_structure(body)
+            parts.check_rotary(body)
             if self.gradients == "sum":
                 parts.check_added_losses(body)
             self.layers = parts.attention_configs(body)
@@ -272,6 +277,20 @@ class _Context:
             heads.check_untouched(model)
         self.tables = arguments.tables_of(body)
         self.right = parts.Watched(model)
+
+    def _derive(self, model: Any) -> None:
+        """Derive what follows from the configurations and attributes of the model, unless they are as before."""
+        if self.read is not None and self.read.unchanged():
+            return
+        causal = _is_causal(model)
+        if causal != self.plans.causal:
+            raise ValueError(
+                f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
+                f"causal={causal} now; undo the change, or call hf.unparallelize(model) and hf.parallelize(model) again"
+            )
+        self.form, self.absolute = _form_of(model), models.counts_positions(model)
+        self.plans = self.plans.with_windows(models.windows_of(model, causal=causal))
+        self.read = heads.read_by(model)
 
     def share(self, whole: Any) -> Any:
         """Return the same value, its gradient scaled for ``gradients``: unscaled, it is a rank's share of a sum."""

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import digest_text
 
-from . import converted, known
+from . import checks, converted, known
 from .checks import dropouts_of
-from .known import is_called
+from .known import is_called, names
 
 NAME = "burst"
 ALONE = "run it on one rank, where it sees the whole sequence"
@@ -48,7 +48,8 @@ _ADDED_BY = (
     *("peft.tuners.road.model", "peft.utils", "transformers", "trl"),
 )
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SET = ("forward", "gradient_checkpointing", "_gradient_checkpointing_func")  # attributes that change what runs
+# Attributes that change what runs, and which of our forwards it needs.
+_SET = names("forward gradient_checkpointing _gradient_checkpointing_func attn_temperature_tuning use_rope rope_type")
 _DECLARED = "_burst_token_wise"  # token_wise sets it on a class or a hook
 _Declared = TypeVar("_Declared", bound=Callable[..., Any])
 _UNKNOWN = "is not known to treat each token independently"
@@ -93,6 +94,7 @@ class Watched:
         self._parts = [*model.modules()]
         self._weights = [vars(part)["_parameters"] for part in self._parts]
         self._trained: tuple[list[bool], str] = ([], "")
+        self._configs = [vars(part).get("config") for part in self._parts]  # held, so that their ids stay theirs
         self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if _is_rate(name)]
         self._found = self._state()
 
@@ -113,6 +115,7 @@ class Watched:
             [*map(type, self._parts)],
             [each.get("training") for each in own],
             [*map(len, own)],
+            [id(each.get("config")) for each in own],
             [*chain.from_iterable(each["_modules"].values() for each in own)],
             [tuple(each[name]) for name in HOOKS for each in own if each[name]],
             [each.get(name) for name in _SET for each in own if name in each],
@@ -144,6 +147,14 @@ def check_structure(model: nn.Module) -> None:
                 f"{attribute} of the configuration has {listed[0]!r} {len(listed)} times, but {type(model).__name__} "
                 f"has {len(mixers)} token mixers that are known to run on shards; {ALONE}"
             )
+
+
+def check_rotary(model: nn.Module) -> None:
+    """Refuse rotary angles that depend on the largest position, set after the model was made of its configuration."""
+    for module in model.modules():
+        if is_called(module, "RotaryEmbedding"):
+            kinds = getattr(module, "rope_type", None)
+            checks.check_rope_type("rope_type", kinds.values() if isinstance(kinds, dict) else [kinds])
 
 
 def check_hooks(model: nn.Module, *, root: bool = True) -> None:

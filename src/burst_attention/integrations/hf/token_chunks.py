@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
+from .snapshots import Snapshot
+
 _DEVICES = ("cpu", "cuda")
 
 
@@ -56,6 +58,7 @@ class _ModuleCall:
 
     def __init__(self, run: Callable[..., Tensor], module: InTokenChunks, dim: int, count: int, node: Any) -> None:
         self._run, self.module, self.dim, self.count, self.node = run, module, dim, count, node
+        self.after: Snapshot | None = None  # the module after its forward
         self._autocast = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in _DEVICES]
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
@@ -81,13 +84,22 @@ class _RunInChunks(torch.autograd.Function):
         inputs = tensors[: call.count]
         ctx.call = call
         ctx.save_for_backward(*(inputs if call.node is None else ()))
-        return call.forward(inputs)
+        out = call.forward(inputs)
+        call.after = Snapshot(call.module.modules())
+        return out
 
     @staticmethod
     @differentiable_once("a module in chunks of tokens")
     def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Any, ...]:
         call: _ModuleCall = ctx.call
+        if call.after is not None:
+            call.after.check_since_forward(call.module, "mlp_chunks")
         weights, wanted = [*call.module.parameters()], ctx.needs_input_grad[1:]
+        if any(x.requires_grad != want for x, want in zip(weights, wanted[call.count :], strict=True)):
+            raise ValueError(
+                f"requires_grad of weights of {type(call.module).__name__} has changed since its forward, which "
+                "mlp_chunks runs again in the backward; change it after the backward"
+            )
         inputs = saved if call.node is None else call.node.saved_tensors
         sums: list[Tensor | None] = [None for _ in weights]
         joined = [_Joined(x, call.dim) if want else None for x, want in zip(inputs, wanted, strict=False)]
