@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,20 @@ def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways
 def test_a_rank_that_fails_after_another_is_not_the_one_named(tmp_path, capfd):
     assert launch("burst x", fail_by_rank, ranks=3) == 1
     assert capfd.readouterr().err.splitlines()[-1].startswith("burst x: rank 1 failed: ValueError: 1")
+
+
+def meet_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with join(device="cpu", timeout=77, tensor_parallel=2) as context:
+            axes = [context.mesh.get_group(name) for name in context.mesh.mesh_dim_names]
+            found = [axis._get_backend(context.device).options._timeout for axis in axes]
+            assert found == [timedelta(seconds=77)] * 3
+
+
+def test_the_groups_of_a_mesh_get_the_timeout(capfd):
+    """By a function that this torch does not deprecate."""
+    assert launch("burst x", meet_without_a_warning, ranks=2) == 0, capfd.readouterr().err
 
 
 def fail_by_rank():

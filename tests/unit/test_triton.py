@@ -188,6 +188,29 @@ def test_a_size_with_different_results_is_rejected(program):
     assert not alike([x * float("nan") for x in right], right)
 
 
+def test_every_launch_asks_for_fused_multiply_and_add(monkeypatch):
+    """Triton's default differs by version."""
+    asked = {}
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *_, enable_fp_fusion=None, **__: asked.__setitem__(self.name, enable_fp_fusion)
+
+    names = ("forward", "backward_queries", "backward_keys", "carry")
+    for name in names:
+        monkeypatch.setattr(kernel_module.programs, name, Recorder(name))
+    q, k, v, dout = inputs(8, 8, 16, 16)
+    tiles, kernel = Tiles(np.array([[0, 8, 0, 8, 0, 7]])), kernel_module.Triton(tuned=False)
+    kernel.forward(q, k, v, tiles, 1.0)
+    lse = delta = torch.zeros(q.shape[:3])
+    kernel.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, 1.0))
+    kernel_module.carried(dout.half(), delta)
+    assert asked == dict.fromkeys(names, True)
+
+
 def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
     kernel = kernel_module.Triton()
     q, _, v, _ = inputs(8, 8, 16, 16)

@@ -115,7 +115,10 @@ class RankContext:
         status = Path("/proc/self/status")
         if status.exists():
             # On Linux, getrusage also counts the memory that the launcher held when it started this process.
-            return next(int(line.split()[1]) for line in status.open() if line.startswith("VmHWM:")) * 1024
+            return (
+                next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+                * 1024
+            )
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -144,8 +147,10 @@ def join(*, device: str, timeout: float, data_parallel: int = 1, tensor_parallel
     axes = [mesh[name] for name in mesh.mesh_dim_names or ()]
     if tensor_parallel > 1:
         axes.append(mesh[DATA, CONTEXT]._flatten(SHARDS))
+    # The public function came with torch 2.15, which deprecates the other one.
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for axis in axes:  # a mesh's groups have torch's default, 30 minutes
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), axis.get_group())
+        set_timeout(timedelta(seconds=timeout), axis.get_group())
     yield RankContext(own_device, mesh, everyone)
     # Not in a finally block: after an error, destroying the group could block on ranks that still wait.
     if not joined:

@@ -209,8 +209,13 @@ def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def scores_itself(module: nn.Module) -> bool:
-    """Return whether a module is a known attention that computes its scores itself. One with ALiBi is not."""
+    """Return whether a module is a known attention that computes its scores itself. One with ALiBi is not.
+
+    Nor is GPT-J's or CodeGen's from transformers 5.24 on: there they call the attention of the configuration.
+    """
     kind = stock_class(module)
+    if "ALL_ATTENTION_FUNCTIONS" in code_names(kind.forward):
+        return False
     home, _, folder = kind.__module__.rpartition(".")[0].rpartition(".")
     ours = home == "transformers.models" and f"{folder}.{kind.__name__}" in SCORES
     return ours and not getattr(getattr(module, "config", None), "alibi", False)

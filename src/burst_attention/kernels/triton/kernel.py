@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ MOST_HEADS = 65535
 CARRY_ROWS = 32  # of a program that writes a surrogate output
 # Triton's interpreter has global state: the current program and a patched language, shared by all threads.
 _INTERPRETING = threading.Lock()
+# Triton 3.10 turns the fusion of multiply and add off by default, which makes kernels slower and rounds more often.
+OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -94,10 +96,8 @@ class Triton(Kernel):
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
         counts = (heads, q.shape[1] // k.shape[1], length)
         program = programs.backward_keys if keys else programs.backward_queries
-        with on_device_of(q), _alone():
-            program[grid_of(length, block, batch, heads)](
-                *tensors, *outputs, *tail, *counts, *strides, CAPPED=self.softcap is not None, **constants(q, v, sizes)
-            )
+        fixed = {"CAPPED": self.softcap is not None, **constants(q, v, sizes)}
+        _launch(program, grid_of(length, block, batch, heads), *tensors, *outputs, *tail, *counts, *strides, **fixed)
 
     def run_forward(
         self,
@@ -117,17 +117,8 @@ class Triton(Kernel):
         tail = (table.tiles, table.offsets, table.ids, scale, self.softcap or 1.0)
         counts = (heads, heads // k.shape[1], length)
         grid = grid_of(length, sizes.m, batch, heads)
-        with on_device_of(q), _alone():
-            programs.forward[grid](
-                *inputs,
-                *outputs,
-                *tail,
-                *counts,
-                *strides,
-                CARRY=carry,
-                CAPPED=self.softcap is not None,
-                **constants(q, v, sizes),
-            )
+        fixed = {"CARRY": carry, "CAPPED": self.softcap is not None, **constants(q, v, sizes)}
+        _launch(programs.forward, grid, *inputs, *outputs, *tail, *counts, *strides, **fixed)
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
         # Sizes fix the summation order, and measured sizes may differ between machines.
@@ -166,10 +157,8 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
     (batch, heads, length), width = dout.shape[:3], dout.shape[3]
     sizes = {"E": width, "BLOCK_E": power_of_two(width), "M": CARRY_ROWS}
     strides, most = (*dout.stride()[:3], *delta.stride()), torch.finfo(dout.dtype).max
-    with on_device_of(dout), _alone():
-        programs.carry[grid_of(length, CARRY_ROWS, batch, heads)](
-            dout, delta, out, heads, length, *strides, most, **sizes
-        )
+    grid = grid_of(length, CARRY_ROWS, batch, heads)
+    _launch(programs.carry, grid, dout, delta, out, heads, length, *strides, most, **sizes)
     return out
 
 
@@ -178,9 +167,10 @@ def power_of_two(width: int) -> int:
     return max(32, 1 << (width - 1).bit_length())
 
 
-def _alone() -> AbstractContextManager[Any]:
-    """Return a lock on Triton's interpreter if it is used; compiled programs need no lock."""
-    return _INTERPRETING if interpreted() else nullcontext()
+def _launch(program: Any, grid: tuple[int, int], first: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Launch a program on the device of its first argument. The interpreter runs one launch at a time."""
+    with on_device_of(first), _INTERPRETING if interpreted() else nullcontext():
+        program[grid](first, *arguments, **constants, **OPTIONS)
 
 
 def interpreted() -> bool:
