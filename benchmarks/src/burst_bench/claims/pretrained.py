@@ -15,14 +15,15 @@ import importlib.util
 import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -44,10 +45,13 @@ TIMEOUT = 3600.0  # seconds
 RANK, RATE = 8, 1e-3  # of the adapters, and of AdamW
 LIMITS = {"float32": 1e-4, "bfloat16": 1e-2}  # relative difference of a loss
 PLAIN = "transformers, one process"
-LEGEND = (
-    "differences are of a token's log-probability, in nats: from transformers in one process in the same dtype, and "
-    "from transformers in fp64"
-)
+LARGEST, MEAN, OF_EXACT = "largest difference", "mean difference", "largest from fp64"
+LEGEND = {
+    "perplexity": "of all tokens but the first of each sequence",
+    LARGEST: "of a token's log-probability from that of transformers in one process in the same dtype, in nats",
+    MEAN: "the mean of these differences over the tokens",
+    OF_EXACT: "of a token's log-probability from that of transformers in fp64",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class PretrainedArguments(WrittenArguments):
     """Steps of LoRA; 0: none. Needs peft."""
 
 
-@cache
+@lru_cache(maxsize=1)
 def _model(folder: str, dtype: str) -> Any:
     """Return a rank's model, which no function leaves parallelized."""
     logging.disable_progress_bar()
@@ -168,8 +172,7 @@ class Plain:
                 f"limit is {limit:.1e}, and nothing is reported"
             )
         figures = {"perplexity": (-own.mean()).exp().item(), "largest": apart.max().item(), "mean": apart.mean().item()}
-        figures |= {"largest_from_fp64": wrong.max().item(), "mean_from_fp64": wrong.mean().item()}
-        return {"ranks": ranks, "strategy": strategy} | figures
+        return {"ranks": ranks, "strategy": strategy, **figures, "largest_from_fp64": wrong.max().item()}
 
     def equal_tokens(self, tokens: list[int], dtype: str) -> int:
         """Return how many tokens are equal; SystemExit in fp32 if one is not. In bf16, rounding may change a choice."""
@@ -187,7 +190,7 @@ class Plain:
 
 
 def over_ranks(
-    pool: WorkerPool, a: PretrainedArguments, sequences: list[Tensor], plain: Plain
+    pool: WorkerPool, a: PretrainedArguments, sequences: list[Tensor], plain: Plain, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a row for each strategy (its figures, or why it is ``refused``), and one of tokens and losses."""
     rows, world = list[dict[str, Any]](), pool.world
@@ -200,6 +203,7 @@ def over_ranks(
             rows.append({"ranks": world, "strategy": strategy, "refused": str(error.errors[0]).splitlines()[0]})
         else:
             rows.append(plain.row(world, strategy, torch.cat(found)))
+        say(f"{strategy}, {ranks_text(world)}: done")
     figures: dict[str, Any] = {"ranks": world}
     if a.new_tokens:
         tokens = pool.run(generated, a.model, a.dtype, sequences[0], a.new_tokens, True, timeout=TIMEOUT)[0]
@@ -235,7 +239,11 @@ def main(arguments: list[str]) -> None:
         sequences = read(a)
     except ValueError as error:
         raise SystemExit(f"burst bench pretrained: {error}") from None
-    rows, runs = list[dict[str, Any]](), list[dict[str, Any]]()
+    console, rows, runs = console_of_tables(), list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{text}[/]", highlight=False)
+
     with tempfile.TemporaryDirectory() as folder:
         with WorkerPool(1, threads=torch.get_num_threads(), timeout=TIMEOUT) as pool:
             plain = Plain.run(pool, a, sequences)
@@ -243,18 +251,18 @@ def main(arguments: list[str]) -> None:
         for world in a.worlds:
             with WorkerPool(world, timeout=TIMEOUT) as pool:
                 pool.run(prepare, folder)
-                of_strategies, run = over_ranks(pool, a, sequences, plain)
+                of_strategies, run = over_ranks(pool, a, sequences, plain, say)
                 rows += of_strategies
                 runs.append(run)
-    _show(a, rows, runs, sum(ids.shape[1] - 1 for ids in sequences))
+    _show(console, a, rows, runs, sum(ids.shape[1] - 1 for ids in sequences))
     a.write(rows=rows, runs=runs, losses_of_one_process=plain.losses)
 
 
-def _show(a: PretrainedArguments, rows: list[dict[str, Any]], runs: list[dict[str, Any]], tokens: int) -> None:
-    console = console_of_tables()
+def _show(
+    console: Console, a: PretrainedArguments, rows: list[dict[str, Any]], runs: list[dict[str, Any]], tokens: int
+) -> None:
     title = f"{a.model}, {a.dtype}, {tokens:,} tokens of {a.data} in sequences of {a.seq_len:,}"
-    print_table(console, [_line(row) for row in rows if "refused" not in row], title=title, keys=2)
-    console.print(LEGEND, soft_wrap=True)
+    print_table(console, [_line(row) for row in rows if "refused" not in row], title=title, legend=LEGEND, keys=2)
     lines = [f"{row['strategy']}, {ranks_text(row['ranks'])}: {row['refused']}" for row in rows if "refused" in row]
     for run in runs:
         ranks = ranks_text(run["ranks"])
@@ -275,8 +283,7 @@ def _line(row: dict[str, Any]) -> dict[str, str]:
         "ranks": str(row["ranks"]),
         "strategy": row["strategy"],
         "perplexity": f"{row['perplexity']:.6f}",
-        "largest difference": own["largest"],
-        "mean difference": own["mean"],
-        "largest from fp64": f"{row['largest_from_fp64']:.1e}",
-        "mean from fp64": f"{row['mean_from_fp64']:.1e}",
+        LARGEST: own["largest"],
+        MEAN: own["mean"],
+        OF_EXACT: f"{row['largest_from_fp64']:.1e}",
     }
