@@ -114,7 +114,8 @@ class ModelConfig:
     model: Name = "tiny"
     """A preset (tiny, llama-2-7b, llama-2-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
-    """Dtype of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    """Dtype of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU. float64: a
+    mixture's experts run in a loop, because transformers' fused product takes no float64."""
     save_dtype: SaveDtype = "auto"
     """Dtype of the weights saved in --out/model. auto: a loaded model's dtype; for a preset fp32 (fp64) as trained."""
     max_positions: Length | None = None
@@ -277,9 +278,10 @@ class TrainConfig:
     def check_packages(self) -> None:
         """Raise ValueError naming the first flag whose package is not installed."""
         eight = self.memory.optimizer == "adamw-8bit"
+        trainer = "in the checkout, run pip install -e '.[trainer]'"
         for asked, package, text in (
             (self.run.wandb, "wandb", f"--wandb {self.run.wandb!r} needs wandb: pip install wandb"),
-            (self.model.lora, "peft", f"--lora {self.model.lora} needs PEFT: pip install 'burst-attention[trainer]'"),
+            (self.model.lora, "peft", f"--lora {self.model.lora} needs PEFT: {trainer}"),
             (eight, "torchao", "--optimizer adamw-8bit needs torchao: pip install torchao"),
         ):
             if asked and find_spec(package) is None:

@@ -79,6 +79,15 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
     assert found == pytest.approx(summary_of(tmp_path / "run")["held_out_loss"], abs=1e-5)
 
 
+@pytest.mark.long
+def test_a_mixture_trains_in_fp64_which_transformers_fused_experts_do_not_take(pools, corpus, tmp_path):
+    source = folder_of("mixtral", tmp_path / "source")
+    for dtype in ("float32", "float64"):
+        settings = {"model": source, "tokenizer": "bytes", "dtype": dtype, "steps": 2, "seq_len": 61}
+        pools(2).run(train, config_of(corpus, tmp_path / dtype, **settings))
+    assert losses(tmp_path / "float64") == pytest.approx(losses(tmp_path / "float32"), rel=1e-5)
+
+
 def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
     def check(model_type: str, strategy: str = "auto", **changes: object) -> None:
         source = folder_of(model_type, tmp_path / f"{model_type}-{strategy}", **changes)
@@ -197,7 +206,7 @@ def test_what_can_not_be_adapted_is_refused_before_the_start(corpus, llama, tmp_
             check_run(lora_config(corpus, tmp_path, **{"model": llama} | changes), 2)
     with (
         mock.patch("burst_train.config.find_spec", return_value=None),
-        pytest.raises(ValueError, match=r"--lora 4 needs PEFT: pip install 'burst-attention\[trainer\]'"),
+        pytest.raises(ValueError, match=r"--lora 4 needs PEFT: in the checkout, run pip install -e '.\[trainer\]'"),
     ):
         check_run(lora_config(corpus, tmp_path, llama), 2)
 

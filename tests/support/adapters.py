@@ -9,7 +9,7 @@ from torch import nn
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 SQUARE = ["q_proj", "o_proj"]
-PREFIX = r"past_key_values=|position_ids"
+PREFIX = r"model is tuned by PEFT's (prefix tuning|cartridges), which passes keys and values"
 
 # By the type of each tuner: what its configuration takes, and None if it must equal one process, else the refusal.
 TUNERS = {
@@ -81,6 +81,9 @@ LORA = {
     "embeddings": ({"target_modules": ["embed_tokens", "v_proj"]}, None),
     "all linear": ({"target_modules": "all-linear"}, None),
     "saved embeddings": ({"modules_to_save": ["embed_tokens"]}, None),
+    "saved head": ({"modules_to_save": ["lm_head"]}, None),
+    "saved head and embeddings": ({"modules_to_save": ["lm_head", "embed_tokens"]}, None),
+    "head": ({"target_modules": ["lm_head", "q_proj"]}, r"lm_head has an adapter \(peft.tuners.lora.layer.Linear\)"),
     "saved norms": ({"modules_to_save": ["input_layernorm"]}, None),
     "trainable tokens": ({"trainable_token_indices": [1, 2, 9]}, None),
     "replicated layers": ({"layer_replication": [[0, 2], [1, 2]]}, None),

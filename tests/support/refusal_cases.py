@@ -180,6 +180,10 @@ DIFFER: Cases = [
         "DisagreementError: make_plan: the ranks disagree on layout: rank 0 has zigzag, rank 1 has",
     ),
     (
+        "make_plan(8, call=CallShape(q_heads=4, head_dim=8, dtype=dtype), group=group)",
+        "DisagreementError: make_plan: the ranks disagree on call.dtype: rank 0 has torch.float32,",
+    ),
+    (
         "burst_attention(q, k, v, plan, scale=[0.5, 0.25][rank])",
         "DisagreementError: burst_attention: the ranks disagree on scale: rank 0 has 0.5, rank 1 has",
     ),
@@ -226,8 +230,8 @@ LOSS: Cases = [
     ("next_token_loss(hidden, weight.to('meta'), labels, plan)", "ValueError: lm_head_weight is on meta, hidden on"),
     ("next_token_loss(hidden, weight, labels[:, 1:], plan)", "ValueError: labels has shape [1, 7], not hidden's [1,"),
     ("next_token_loss(hidden, weight, labels.float(), plan)", "TypeError: labels has dtype torch.float32; pass"),
-    ("next_token_loss(hidden, weight, labels + 11, plan)", "ValueError: labels holds 11, neither in [0, 11) nor"),
-    ("next_token_loss(hidden, weight, labels - 1, plan)", "ValueError: labels holds -1, neither in [0, 11) nor"),
+    ("next_token_loss(hidden, weight, labels + 11, plan)", "ValueError: labels holds 11 for token 0 of row 0, neither"),
+    ("next_token_loss(hidden, weight, labels - 1, plan)", "ValueError: labels holds -1 for token 0 of row 0, neither"),
     ("token_log_probs(hidden[0], weight, shifted, plan)", "ValueError: hidden has shape [8, 4]; pass [batch, local"),
     ("token_log_probs(hidden, weight, labels, plan)", "ValueError: labels has a label at the last position of the"),
 ]
@@ -304,6 +308,8 @@ HF: Cases = [
     ("make_model('gemma3')(**{**right, 'plan': unlike})", "ValueError: plan has plans with different (seqlen,"),
     ("make_model('llama', rope_parameters=dynamic)(**right)", "ValueError: rope_parameters has rope type 'dynamic':"),
     ("hf.next_token_loss(wrapped, hidden, labels, plan)", "TypeError: model is a Sequential, and its body or its"),
+    ("hf.clip_grad_norm_([head], 0.0)", "ValueError: max_norm=0.0 must be greater than 0; don't clip, or set"),
+    ("hf.clip_grad_norm_([head], float('nan'))", "ValueError: max_norm=nan must be greater than 0;"),
 ]
 MODELS: Cases = [
     ("hf.check_config(config('llama', attention_dropout=0.1))", "ValueError: attention_dropout=0.1 of the"),
@@ -326,6 +332,8 @@ MODELS: Cases = [
     ("forward(thinned)", "ValueError: layers.0.mlp.more (Dropout) has p=0.1, so it draws random values: they"),
     ("hf.parallelize(lily, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) is"),
     ("hf.parallelize(activated, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) uses"),
+    ("hf.parallelize(headed, plan.transport.group)", "TypeError: model's lm_head has an adapter (peft.tuners.lora."),
+    ("hf.parallelize(prefixed, plan.transport.group)", "ValueError: model is tuned by PEFT's prefix tuning, which"),
     (
         "hf.parallelize(dropping, plan.transport.group)(**images)",
         "ValueError: model.visual.blocks.0.more (Dropout) has",
@@ -558,14 +566,18 @@ def config(model_type: str, **changes: Any) -> Any:
     return made
 
 
+_ADAPTERS = ("activated", "head")
+
+
 def departing() -> list[Any]:
-    """Return models with a hook on a part, with a part that draws random values, and with two adapters."""
-    hooked, noisy, *adapted = (make_model("llama", dtype=torch.float32) for _ in range(4))
+    """Return models with a hook on a part, with a part that draws random values, and with four adapters."""
+    hooked, noisy, *adapted = (make_model("llama", dtype=torch.float32) for _ in range(6))
     hooked.model.layers[0].register_forward_hook(print)
     noisy.model.layers[0].mlp.residual_dropout = 0.3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        configs = peft.LilyConfig(**TUNERS["LILY"][0]), peft.LoraConfig(r=4, **LORA["activated"][0])
+        configs = [peft.LilyConfig(**TUNERS["LILY"][0]), *(peft.LoraConfig(r=4, **LORA[x][0]) for x in _ADAPTERS)]
+        configs.append(peft.PrefixTuningConfig(**TUNERS["PREFIX_TUNING"][0]))
         with_adapters = [peft.get_peft_model(*each) for each in zip(adapted, configs, strict=True)]
     return [hooked.double(), noisy.double().train(), *with_adapters]
 
@@ -582,7 +594,7 @@ def model_names(group: Any) -> dict[str, Any]:
     ids, labels, head = batch["input_ids"], right.pop("shift_labels"), model.lm_head.weight
     hidden, wrapped = torch.randn(2, plan.length, 32, dtype=torch.float64), nn.Sequential(model)
     eager, shifting, disguised = make_model("llama", "eager"), with_part(Shift()), with_part(ShiftLayer())
-    hooked, noisy, lily, activated = departing()
+    hooked, noisy, lily, activated, headed, prefixed = departing()
     thinned = make_model("llama").train()
     thinned.model.layers[0].mlp.add_module("more", nn.Dropout(0.1))
     seeing, dropping = (vision_models.build("qwen2_5_vl") for _ in range(2))

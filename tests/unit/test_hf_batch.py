@@ -121,7 +121,10 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
     ("entries", "error", "message"),
     [
         ({"input_ids": None}, ValueError, "input_ids are missing"),
-        ({"input_ids": IDS.float()}, TypeError, "pass a tensor of integers"),
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids is a list; pass a tensor of integers"),
+        ({"input_ids": IDS.float()}, TypeError, r"input_ids has dtype torch.float32; pass integers, such as input_ids"),
+        ({"attention_mask": torch.full((2, 6), 0.5)}, ValueError, "a mask that holds 0.5, neither 0 nor 1, is not"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)}, ValueError, "a mask that holds 2, neither 0 nor"),
         ({"labels": IDS[:, :5]}, ValueError, r"labels has shape \[2, 5\], input_ids \[2, 6\]"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, r"a mask of shape \[2, 1, 6, 6\]"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]] * 2)}, ValueError, "zeros between tokens"),
@@ -146,6 +149,22 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
 def test_what_can_not_be_is_refused(entries, error, message):
     with pytest.raises(error, match=message):
         rows_of(batch(**entries), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("labels", r"labels holds 12 at token 5 of row 1, neither in \[0, 12\) nor -100; pass ids of the model's"),
+        ("shift_labels", "shift_labels holds 99 at token 0 of row 0"),
+    ],
+)
+def test_a_label_beyond_the_vocabulary_is_named_with_its_place(name, message):
+    given = IDS.clone()
+    given[0, 0] = 99  # nothing predicts the first token, unless labels are shifted
+    with pytest.raises(ValueError, match=message):
+        rows_of({"input_ids": IDS, name: given}, ranks=2, vocabulary=12)
+    assert rows_of({"input_ids": IDS, "labels": given}, ranks=2, vocabulary=13).targets is not None
+    assert rows_of({"input_ids": IDS, "labels": IDS - 20}, ranks=2).targets is not None  # of a loss that is not ours
 
 
 def test_a_few_masks_plans_are_kept():

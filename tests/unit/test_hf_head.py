@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -162,11 +163,29 @@ def with_adapter():
     return model
 
 
+def with_quantized_head():
+    """Return a model whose head holds its weight as torchao does: as a tensor of another class."""
+
+    class Int8Tensor(torch.Tensor):
+        pass
+
+    model = make_model("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.as_subclass(Int8Tensor))
+    return model
+
+
+def with_adapted_head():
+    base = make_model("llama")
+    return peft.get_peft_model(base, peft.LoraConfig(target_modules=["lm_head"]))
+
+
 WRONG = {
     "model is a ModuleDict": lambda: nn.ModuleDict({"module": make_model("llama")}),
     "model is a LlamaModel": lambda: make_model("llama").model,
     "model is a NoneType": lambda: None,
     "lm_head is a Adapted, not a plain linear layer": with_adapter,
+    r"lm_head has an adapter \(peft.tuners.lora.layer.Linear\), .* train the head whole": with_adapted_head,
+    "lm_head has a weight of type Int8Tensor, .* leave lm_head out of the quantization": with_quantized_head,
 }
 
 

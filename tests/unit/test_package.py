@@ -2,17 +2,23 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
+import warnings
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import burst_attention
 from burst_attention import cli
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,8 +94,8 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     for name in ("train", "plan", "eval", "export"):
         refused = run(str(bare / "burst"), name, status=2)
         assert refused.stdout == "" and refused.stderr.count("\n") == 1
-        assert refused.stderr.endswith("is not installed: pip install 'burst-attention[hf]'\n")
-    assert run(str(bare / "burst"), "bench", status=2).stderr.endswith("in a checkout: pip install -e benchmarks\n")
+        assert refused.stderr.endswith("is not installed: in the checkout, run pip install -e '.[hf]'\n")
+    assert run(str(bare / "burst"), "bench", status=2).stderr.endswith("run pip install -e benchmarks\n")
     run(str(bare / "python"), *pip, "install", *pins, f"{wheel}[hf]")
     (tmp_path / "text.txt").write_text("0123456789" * 500)
     train = ("train", "--data", "text.txt", "--ranks", "1", "--steps", "2", "--seq-len", "64", "--out", "out")
@@ -100,15 +106,57 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     )
 
 
+def test_the_tested_releases_include_the_pinned_ones():
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name, (first, last) in versions.TESTED.items():
+        assert versions._release(first) <= versions._release(pins[name]) <= versions._release(last)
+    assert versions._release(pins["transformers"]) == versions._release(versions.TESTED["transformers"][1])
+    assert f"torch>={versions.TESTED['torch'][0]}" in PROJECT["dependencies"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert all(f"{name} {first} to {last}" in readme for name, (first, last) in versions.TESTED.items())
+
+
+def test_a_newer_release_than_the_tested_ones_warns_once_by_name_and_version(monkeypatch):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(num_attention_heads=2, **sizes)
+
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                hf.parallelize(LlamaForCausalLM(config))
+        return [str(each.message) for each in seen if "newer" in str(each.message)]
+
+    assert warned() == []
+    monkeypatch.setattr(versions, "TESTED", {"torch": ("2.1", "2.9"), "transformers": ("5.1", "99.0")})
+    (text,) = warned()
+    assert text.startswith(f"torch {torch.__version__} is newer than 2.9, the last release that")
+    assert "pip install -c constraints.txt -e '.[hf]'" in text
+
+
 def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "burst_attention.integrations.trainers", raising=False)
-    with pytest.raises(ImportError, match=r"accelerate is not installed: pip install 'burst-attention\[trainer\]'"):
+    wanted = re.escape("accelerate is not installed: in the checkout, run pip install -e '.[trainer]'")
+    with pytest.raises(ImportError, match=wanted):
         importlib.import_module("burst_attention.integrations.trainers")
 
 
-def test_hugging_faces_bridge_says_in_one_line_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "burst_attention.integrations.hf", raising=False)
-    with pytest.raises(ImportError, match=r"transformers is not installed: pip install 'burst-attention\[hf\]'"):
-        importlib.import_module("burst_attention.integrations.hf")
+def test_what_needs_transformers_says_in_one_line_what_to_install():
+    said = run_python(
+        "import importlib, sys\n"
+        "sys.modules['transformers'] = None\n"
+        "for name in ('integrations.hf', 'inference'):\n"
+        "    try:\n"
+        "        importlib.import_module(f'burst_attention.{name}')\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    assert said.splitlines() == ["transformers is not installed: in the checkout, run pip install -e '.[hf]'"] * 2
+
+
+def test_no_error_names_a_package_that_is_on_no_registry():
+    sources = [path for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 200
+    wrong = [path.name for path in sources if re.search(r"install ['\"]?burst-attention", path.read_text("utf-8"))]
+    assert not wrong

@@ -92,7 +92,7 @@ def test_a_run_tells_every_step_and_ends_well_whatever_happens_there(pools, tmp_
     ("given", "text"),
     [
         ({"wandb": "long"}, "--wandb 'long' needs wandb: pip install wandb"),
-        ({"lora": 8}, r"--lora 8 needs PEFT: pip install 'burst-attention\[trainer\]'"),
+        ({"lora": 8}, r"--lora 8 needs PEFT: in the checkout, run pip install -e '.\[trainer\]'"),
         ({"optimizer": "adamw-8bit"}, "--optimizer adamw-8bit needs torchao: pip install torchao"),
     ],
 )

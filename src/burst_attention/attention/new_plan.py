@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,9 @@ from .hardware import (
 from .plan import MOST_TOKENS, Plan, Usage, check_seqlen
 from .probe import measured
 
+_OF_CALL = ("q_heads", "kv_heads", "head_dim")
+_SAME_CALL = "Pass equal calls, or models of one configuration and one dtype, on every rank of the group"
+_REMEDIES = dict.fromkeys(("call.dtype", *(f"call.{name}" for name in _OF_CALL)), _SAME_CALL)
 MOST_SOURCE = 200  # characters of where rates come from, in the record that all ranks get
 
 
@@ -100,10 +103,11 @@ def make_plan(
             "attention_chunks": call.attention_chunks,
             "grad": call.grad,
             "nodes": at and hashlib.blake2b(repr(at).encode(), digest_size=8).hexdigest(),
-            "calls to expect": known and astuple(known),
+            **{f"call.{name}": known and getattr(known, name) for name in _OF_CALL},
+            "call.dtype": known and str(call.dtype or torch.bfloat16),
         }
         own = {"host": socket.gethostname(), **(_offered(hardware.rates, world, on_gpus) if rank == 0 else {})}
-    first, *others = agreement.agree("make_plan", fields, own)
+    first, *others = agreement.agree("make_plan", fields, own, remedies=_REMEDIES)
     names = [each["host"] for each in (first, *others)]
     hosts = [names.index(name) for name in names] if at is None else at
     rates, unsure = Rates.from_dict(first["rates"]), first["guessed"]

@@ -66,8 +66,8 @@ def _run(name: str, arguments: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("burst_attention") or missing == "burst_train":
             raise
-        remedy = "in a checkout: pip install -e benchmarks" if name == "bench" else "pip install 'burst-attention[hf]'"
-        sys.stderr.write(f"burst {name}: {missing} is not installed: {remedy}\n")
+        wanted = "benchmarks" if name == "bench" else "'.[hf]'"
+        sys.stderr.write(f"burst {name}: {missing} is not installed: in the checkout, run pip install -e {wanted}\n")
         return 2
     return command(arguments)
 

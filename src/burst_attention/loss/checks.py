@@ -18,17 +18,17 @@ from .head import Head
 from .tokens import Measurement
 
 
-def divisor_of(num_valid: Any) -> float | None:
-    """Return ``num_valid`` as a float; None for None."""
-    if num_valid is None:
+def divisor_of(given: Any, name: str = "num_valid") -> float | None:
+    """Return the argument ``name``, by which a sum of losses is divided, as a float; None for None."""
+    if given is None:
         return None
-    if isinstance(num_valid, torch.Tensor) and num_valid.numel() == 1:
-        num_valid = num_valid.item()
-    count = real(num_valid)
+    if isinstance(given, torch.Tensor) and given.numel() == 1:
+        given = given.item()
+    count = real(given)
     if count is None:
-        raise TypeError(f"num_valid={num_valid!r} must be a number, a tensor of one number, or None")
+        raise TypeError(f"{name}={given!r} must be a number, a tensor of one number, or None")
     if not 0 <= count <= sys.float_info.max:
-        raise ValueError(f"num_valid={num_valid} must be a count of tokens: finite and not negative")
+        raise ValueError(f"{name}={given} must be a count of tokens: finite and not negative")
     return float(count)
 
 
@@ -72,8 +72,10 @@ def check_arguments(
     here = labels.detach().cpu()  # for a GPU the one wait of a loss's forward
     wrong = (here != ignore_index) & ((here < 0) | (here >= head.vocabulary))
     if wrong.any():
+        row, place = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"labels holds {here[wrong][0].item()}, neither in [0, {head.vocabulary}) nor ignore_index={ignore_index}"
+            f"labels holds {here[row, place]} for token {plan.positions[place]} of row {row}, neither in [0, "
+            f"{head.vocabulary}) nor ignore_index={ignore_index}; pass ids that the head has, or resize it"
         )
     if plan.world > 1:
         plan.usage.check(labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +224,17 @@ def build_model(
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32
+    how = {"attn_implementation": hf.NAME}
+    if dtype == torch.float64:  # the fused product of experts knows no fp64
+        how["experts_implementation"] = "eager"
     first = everyone.get_rank() == 0
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):
         if first and name not in PRESETS:
-            model = _load_weights(name, config, master)
+            model = _load_weights(name, config, how, master)
         else:
             # Initialized in fp32 for every dtype, so that an fp64 run starts from the same weights.
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, **how, dtype=torch.float32)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(master)
         if lora is not None:
@@ -279,10 +282,8 @@ def _save_memory(body: nn.Module, memory: MemoryConfig, agreement: Agreement) ->
                     layer.get_submodule(name).compile()
 
 
-def _load_weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=hf.NAME, dtype=dtype, output_loading_info=True
-    )
+def _load_weights(name: str, config: PreTrainedConfig, how: Mapping[str, str], dtype: torch.dtype) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, **how, dtype=dtype, output_loading_info=True)
     model, report = loaded
     if report["missing_keys"]:
         raise ValueError(

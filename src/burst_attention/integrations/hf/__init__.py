@@ -19,7 +19,8 @@ tokens a query sees. If a layer asks for a mask that the plan does not have, eve
 try:
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("transformers is not installed: pip install 'burst-attention[hf]'") from error
+    text = "transformers is not installed: in the checkout, run pip install -e '.[hf]'"
+    raise ModuleNotFoundError(text, name="transformers") from error
 
 from burst_attention.attention.batch import shard_batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import sys
 from collections.abc import Mapping
@@ -35,7 +36,11 @@ _TABLES = {
 _TOWERS = ("vision", "visual", "image", "audio")
 
 _REMEDIES = {
-    **dict.fromkeys(CACHES, "a cache holds whole sequences; call model.generate, which runs on each rank separately"),
+    **dict.fromkeys(
+        CACHES,
+        "a cache holds whole sequences, as do the keys and values of PEFT's prefix tuning. To generate, call "
+        "model.generate, which runs on each rank separately; to train, use LoRA, prompt tuning or P-tuning",
+    ),
     "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
 
@@ -72,11 +77,12 @@ def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
 
 def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
-    whole = vision.whole_arguments(model)
+    taken = (*BATCH, *_ANSWERED, *_IGNORED, *(vision.whole_arguments(model) or TOKENS))
     for name, value in given.items():
-        if name in (*BATCH, *_ANSWERED, *_IGNORED, *(whole or TOKENS)) or value is False:
+        if name in taken or value is False:
             continue
-        remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
+        close = "".join(f"did you mean {each}? Otherwise " for each in difflib.get_close_matches(name, taken, 1))
+        remedy = _REMEDIES.get(name, f"{close}its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
     if getattr(model.config, "output_attentions", False) and given.get("output_attentions") is not False:
         raise ValueError(f"output_attentions=True of the configuration is refused: {_REMEDIES['output_attentions']}")

@@ -54,6 +54,7 @@ def rows_of(
     batch: Mapping[str, Any],
     *,
     ranks: int,
+    vocabulary: int | None = None,
     causal: bool = True,
     join: bool = False,
     others: Mapping[str, Any] | None = None,
@@ -67,6 +68,7 @@ def rows_of(
             by one, or restart at 0 where a document begins; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1],
             over all rows concatenated; ``seq_idx`` or ``sequence_ids`` [B, S], which change where a document begins.
         ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
+        vocabulary: the number of ids that a label may have; None: labels are not compared with it.
         causal: whether the model's attention is. If not, tokens would see the padding behind them.
         join: make several rows the documents of one row, even if they have the same documents.
         others: other values of each token, [B, S], by name.
@@ -78,7 +80,7 @@ def rows_of(
     host = _on_host(batch, ids)
     seen, before = _padding(host)
     real, padding = (None if x is None else torch.from_numpy(x).to(ids.device) for x in (seen, before))
-    targets, unlabeled = _targets(batch, host, seen)
+    targets, unlabeled = _targets(batch, host, seen, vocabulary)
     starts = _starts(batch, host, ids, seen)
     batch_size, length = ids.shape
     if starts is not None and before is not None:
@@ -135,8 +137,10 @@ def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
     value = batch.get(name)
     if value is None:
         return None
-    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; pass a tensor of integers")
+    if value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name} has dtype {value.dtype}; pass integers, such as {name}.long()")
     return value
 
 
@@ -157,10 +161,13 @@ def _on_host(batch: Mapping[str, Any], ids: torch.Tensor) -> dict[str, np.ndarra
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
         raise _mask_refusal(what)
     given = {"attention_mask": None if mask is None else mask != 0}
+    given["other"] = None if mask is None else ((mask != 0) & (mask != 1)).any()[None]
     given |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
     given |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
     given |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     here = on_host({name: x for name, x in given.items() if x is not None})
+    if mask is not None and here.pop("other").any():
+        raise _mask_refusal(f"that holds {mask[(mask != 0) & (mask != 1)][0].item()}, neither 0 nor 1,")
     return {name: x.numpy().astype(bool if name == "attention_mask" else np.int64) for name, x in here.items()}
 
 
@@ -185,21 +192,28 @@ def _mask_refusal(what: str) -> ValueError:
 
 
 def _targets(
-    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None
+    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None, vocabulary: int | None
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the shifted labels, and whether none of them counts."""
-    if "shift_labels" in host:
-        targets: torch.Tensor = batch["shift_labels"]
-        values = host["shift_labels"]
-    elif "labels" in host:
+    name = next((each for each in ("shift_labels", "labels") if each in host), None)
+    if name is None:
+        return None, False
+    values, first = host[name], int(name == "labels")  # nothing predicts the first token
+    wrong = (values != IGNORED) & ((values < 0) | (values >= (vocabulary or 0)))
+    if vocabulary is not None and wrong[:, first:].any():
+        row, place = np.argwhere(wrong[:, first:])[0] + [0, first]
+        raise ValueError(
+            f"{name} holds {values[row, place]} at token {place} of row {row}, neither in [0, {vocabulary}) nor "
+            f"{IGNORED}; pass ids of the model's vocabulary, or resize the model's embeddings"
+        )
+    targets: torch.Tensor = batch[name]
+    if name == "labels":
         targets = torch.full_like(batch["labels"], IGNORED)
         targets[:, :-1] = batch["labels"][:, 1:]
-        values = np.pad(host["labels"][:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
-    else:
-        return None, False
+        values = np.pad(values[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     if real is not None and (values[~real] != IGNORED).any():
         raise ValueError(
-            f"labels has targets for padding tokens (zeros in attention_mask); set the labels of padding and of the "
+            f"{name} has targets for padding tokens (zeros in attention_mask); set the labels of padding and of the "
             f"first token behind padding to {IGNORED}, because no real token precedes and predicts them"
         )
     return targets, bool((values == IGNORED).all())

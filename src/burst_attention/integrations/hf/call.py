@@ -11,7 +11,7 @@ import torch
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
 from burst_attention.loss.checks import divisor_of
 
-from . import arguments, cached, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, heads, parts, stub_forward, tensor_axis, vision
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
 from .outputs import Call
@@ -19,6 +19,7 @@ from .outputs import Call
 _WEIGHTS = "a sample of the weights"
 _PART = "a sample of this rank's parts of the weights"
 _GRAD = "gradients are wanted"
+_TRAINED = "which parameters need a gradient"
 _ASKED = ("fused_lm_head", "logits_to_keep", "logits", "output_hidden_states", "output_router_logits")
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
@@ -28,6 +29,7 @@ _REMEDIES = {
     **dict.fromkeys((_WEIGHTS, _PART), _SAME_WEIGHTS),
     _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
     **dict.fromkeys(("num_items_in_batch", *_ASKED), "Pass the same on every rank of the group"),
+    _TRAINED: "Set requires_grad of the same parameters on every rank",
 }
 
 
@@ -42,7 +44,8 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         parts.check_implementations(model, state.layers)
         own = arguments.runs_its_own(model, given)
         rows = rows_for(model, given)
-        items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
+        items = divisor_of(given.get("num_items_in_batch"), "num_items_in_batch")
+        keep = int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
         _warn_of_labels(model, rows)
         if vision.language_model_of(model) is not None:
@@ -62,7 +65,10 @@ def rows_for(model: Any, given: Mapping[str, Any]) -> BatchRows:
     """Return a batch as rows for a parallelized model's plans."""
     plans = model._burst.plans
     batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
-    kinds = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
+    kinds: dict[str, Any] = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
+    if model._burst.form is not None and stub_forward.has_stock_forward(model) and stub_forward.has_stock_loss(model):
+        weight = heads.find_linear(model).weight
+        kinds["vocabulary"] = weight.shape[0] if weight.dim() == 2 else None  # FSDP1 flattens what it shards
     return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
 
 
@@ -96,7 +102,7 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
     }
     outer, inner = {}, {}
     if cut is not None:  # the axis sums gradients of a weight, or does not
-        fields["which parameters need a gradient"] = state.right.trained()
+        fields[_TRAINED] = state.right.trained()
         inner["the plan"] = call.plan.schedule.description
     if not (state.meeting.alone or state.compared):
         fields[_WEIGHTS] = digest_text(cached.weights_of(model))

@@ -145,11 +145,13 @@ def is_nested(model: Any) -> bool:
 
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
-    _, name, head = _linear_of(model)
+    owner, name, head = _linear_of(model)
+    parts = {id(part): part for part in (owner.get_submodule(name), head)}.values()
+    hooks = [hook for part in parts for hook in hooks_of(part)]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
-    added = [hook for hook in hooks_of(head) if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
+    added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
     cut_by_us = tensor_axis.cut_of(model) is not None and forward_is_ours(head)
-    if added or ("forward" in vars(head) and not cut_by_us):
+    if added or (any("forward" in vars(part) for part in parts) and not cut_by_us):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
         raise TypeError(f"model's {name} has a {what}, which may change the logits; remove it to train over shards")
 
@@ -166,12 +168,40 @@ def _linear_of(model: Any) -> tuple[Any, str, Any]:
             f"model is a {kind}, and its body or its head is not among its modules; load it by AutoModelForCausalLM "
             "(or another class with a head), and pass that model, or a PEFT model of it, before DDP or FSDP wraps it"
         )
+    head = _trained_by_peft(head)
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        raise TypeError(f"model's {name} {_why_not_plain(kind, name, type(head))}")
+    weight = type(getattr(head.weight, "_local_tensor", head.weight))
+    if weight not in (Tensor, nn.Parameter):
         raise TypeError(
-            f"model's {name} is a {type(head).__name__}, not a plain linear layer, so its weight does not define the "
-            f"logits; give {kind} a linear head, or merge the adapter into it"
+            f"model's {name} has a weight of type {weight.__name__}, which the loss can't multiply; leave {name} "
+            "out of the quantization (filter_fn of torchao's quantize_, or modules_to_not_convert)"
         )
     return owner, name, head
+
+
+def _trained_by_peft(head: Any) -> Any:
+    """Return the layer that runs where PEFT has a copy of the head to train (``modules_to_save``), else ``head``."""
+    # Asked anew in each call: adapters are switched and disabled between calls.
+    names = [f"{base.__module__}.{base.__name__}" for base in type(head).__mro__]
+    if "peft.utils.other.ModulesToSaveWrapper" not in names:
+        return head
+    active = head.active_adapters
+    off = head.disable_adapters or not active or any(name not in head.modules_to_save for name in active)
+    return head.original_module if off else head.modules_to_save[active[0]]
+
+
+def _why_not_plain(kind: str, name: str, layer: type) -> str:
+    """Return what the head of a ``kind`` is instead of a linear layer, and what to do."""
+    if layer.__module__.startswith("peft."):
+        return (
+            f"has an adapter ({layer.__module__}.{layer.__name__}), and the loss takes the head's own weight alone; "
+            f"train the head whole (modules_to_save=[{name!r}]), keep the adapter off it, or merge the adapter"
+        )
+    return (
+        f"is a {layer.__name__}, not a plain linear layer, so its weight does not define the logits; give {kind} a "
+        "linear head. A quantized one: leave it out of the quantization"
+    )
 
 
 def _probe(vocabulary: int) -> Tensor:

@@ -37,8 +37,16 @@ from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around, scaled
 from .snapshots import Snapshot
+from .versions import warn_of_newer
 
 Gradients = Literal["mean", "sum"]
+_CACHED = "which passes keys and values as a cache, and a cache holds whole sequences"
+# Tuners of PEFT that work around the model, not in its layers.
+_TUNERS = {
+    "CARTRIDGE": f"cartridges, {_CACHED}",
+    "CPT": "CPT, whose own loss takes whole logits",
+    "PREFIX_TUNING": f"prefix tuning, {_CACHED}",
+}
 Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
@@ -96,6 +104,8 @@ def parallelize(
     meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
     if cut is not None:
         cut.agreement.transport.timeout = plan.agreement.transport.timeout
+    if plan.rank == 0:
+        warn_of_newer()
     with meeting.entering("parallelize"):
         form = _check(model, plan, gradients, memory)
     inner = {"strategy": repr(strategy), "ranks of the group": plan.world, "rank in the group": plan.rank}
@@ -193,8 +203,9 @@ def _check(model: Any, plan: Plan, gradients: Any, memory: Any) -> LogitForm | N
         models.check_parts(base, vision.text_of(base), plan.layout)
         parts.check_hooks(base, root=False)
     form = _form_of(base)
-    if getattr(getattr(model, "active_peft_config", None), "peft_type", None) == "CPT":
-        raise ValueError("model is tuned by PEFT's CPT, whose own loss takes whole logits; use prompt tuning")
+    tuner = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if tuner in _TUNERS:
+        raise ValueError(f"model is tuned by PEFT's {_TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
     if not isinstance(memory, Memory):
         raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
     cut = tensor_axis.cut_of(base)

@@ -24,6 +24,7 @@ from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
 from .parts import hooks_of, origin_of
 from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
+from .versions import TESTED
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -150,7 +151,7 @@ def _styles() -> Any:
     except ImportError as error:
         raise ValueError(
             f"transformers {transformers.__version__} lacks the code that tensor parallelism builds on ({error}); "
-            "install a later one: 5.23.0 was tested"
+            f"install a later one: {TESTED['transformers'][1]} was tested"
         ) from error
     return tensor_styles
 
@@ -327,7 +328,10 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
     Raises:
         TypeError: a gradient is a partial sum over an axis of its mesh.
+        ValueError: ``max_norm`` is not greater than 0.
     """
+    if not max_norm > 0:  # so written, a NaN is refused too
+        raise ValueError(f"max_norm={max_norm} must be greater than 0; don't clip, or set gradients to None")
     every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     squares: dict[Any, Tensor] = {}
     for x in every:

@@ -22,7 +22,8 @@ try:
     import accelerate  # noqa: F401
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{error.name} is not installed: pip install 'burst-attention[trainer]'") from error
+    text = f"{error.name} is not installed: in the checkout, run pip install -e '.[trainer]'"
+    raise ModuleNotFoundError(text, name=error.name) from error
 
 from transformers.trainer_utils import has_length
 

@@ -74,7 +74,7 @@ def _check_methods(stock: type, package: str, ours: type, names: tuple[str, ...]
             what = f"lacks {lacking[0]}" if method is not None else "is gone"
             raise RuntimeError(
                 f"{stock.__name__}.{name} {what} in {package} {version(package)}, a version that is not supported; "
-                "install burst-attention[trainer] with the versions in its constraints"
+                "in the checkout, run pip install -c constraints.txt -e '.[trainer]'"
             )
 
 

@@ -28,7 +28,7 @@ class OneGeneration:
         if not set(_LOGS) <= set(getattr(trainer, "_logs", ())):
             raise RuntimeError(
                 f"{type(trainer).__name__}._logs lacks one of {', '.join(_LOGS)} in trl {version('trl')}, a version "
-                "that is not supported; install burst-attention[trainer] with the versions in its constraints"
+                "that is not supported; in the checkout, run pip install -c constraints.txt -e '.[trainer]'"
             )
         args.generation_batch_size //= size
         trainer._logs.update({name: deque(maxlen=args.generation_batch_size) for name in (*_GATHERED, "advantages")})
