@@ -44,12 +44,16 @@ def tiny_llama(folder):
     return folder
 
 
-def token_ids(folder, text):
-    """Return int64 [1, S]: tokens of the model's tokenizer, or bytes if it has none."""
-    if (folder / "tokenizer_config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return tokenizer(text, return_tensors="pt")["input_ids"]
-    return torch.tensor([list(text.encode())])
+def tokenizer_of(folder):
+    """Return the model's tokenizer; None if it has none, and its tokens are bytes."""
+    kept = (folder / "tokenizer_config.json").exists()
+    return AutoTokenizer.from_pretrained(folder) if kept else None
+
+
+def token_ids(tokenizer, text):
+    """Return int64 [1, S]."""
+    ids = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
+    return torch.tensor([ids])
 
 
 def main():
@@ -60,7 +64,8 @@ def main():
         dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     hf.parallelize(model)  # takes the whole text, returns the loss over all its tokens
-    ids = token_ids(folder, given.text.read_text("utf-8"))  # any length
+    tokenizer = tokenizer_of(folder)
+    ids = token_ids(tokenizer, given.text.read_text("utf-8"))  # any length
     # DDP averages gradients; the mean is the gradient of one device
     called = DistributedDataParallel(model) if ranked else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
@@ -74,6 +79,8 @@ def main():
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     if first:
         model.save_pretrained(given.out)
+        if tokenizer is not None:  # the folder then works with pipelines and burst
+            tokenizer.save_pretrained(given.out)
         print(f"saved to {given.out}", flush=True)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from burst_train.cli import train
 from burst_train.data.tokenizer import open_tokenizer
@@ -151,6 +152,11 @@ def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_p
     first, one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("folder", "alone", "two"))
     assert (one.lm_head.weight - first.lm_head.weight).abs().max() > 1e-3  # three steps of 1e-3
     torch.testing.assert_close(one.lm_head.weight, two.lm_head.weight, rtol=0, atol=2e-4)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "import": 1, "torch": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    run_script([script, "--model", folder, "--out", tmp_path / "three", "--steps", "1"], tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path / "three")("import torch as")["input_ids"] == [1, 2, 0]
 
 
 def test_the_readmes_ten_lines_are_the_example():

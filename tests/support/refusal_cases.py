@@ -340,7 +340,7 @@ MODELS: Cases = [
     ),
     ("seeing(**{**images, 'position_ids': places})", "ValueError: position_ids are refused: a vision-language model"),
     ("seeing(**{**images, 'attention_mask': in_front})", "ValueError: padding in front of the tokens: not supported"),
-    ("seeing(**images, pixels=places)", "ValueError: pixels=Tensor [1, 43] is refused: its effect over ranks is"),
+    ("seeing(**images, pixels=places)", "ValueError: pixels=Tensor [1, 43] is refused: did you mean pixel_values?"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "ValueError: no attention has used the plan for this batch, so each rank attended to its",

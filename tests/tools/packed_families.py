@@ -1,0 +1,70 @@
+"""Which causal models of transformers keep packed documents apart in their own forward, in one process?
+
+    python tests/tools/packed_families.py [MODEL_TYPE ...]
+
+Two documents share a row, and ``position_ids`` restart at 0. A model keeps them apart if the logits of the second
+document don't change with the tokens of the first. It prints the table of docs/how-to/packed-documents.md.
+"""
+
+import argparse
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from tests.tools.families import LARGEST, VOCABULARY, built, first_line, model_of, taken_by
+
+FIRST, SECOND = 11, 13  # tokens of the documents
+APART, ONLY_UNCACHED, TOGETHER = "apart", "apart with use_cache=False", "see each other"
+
+
+def judge(model_type: str) -> str:
+    """Return which documents see each other, or why that is not known."""
+    try:
+        config, parts = built(model_type)
+        if sum(parameter.numel() for parameter in parts.parameters()) > LARGEST:
+            return "not run: large"
+        model = model_of(model_type, config, None)
+        cached, uncached = (keeps_apart(model, **options) for options in ({}, {"use_cache": False}))
+    except Exception as error:
+        return f"not run: {first_line(error)}"
+    if cached is None:
+        return "not run: takes no position_ids"
+    return APART if cached and uncached else ONLY_UNCACHED if uncached else TOGETHER
+
+
+@torch.no_grad()
+def keeps_apart(model: Any, **options: Any) -> bool | None:
+    """Return whether the second document's logits ignore the first one; None for a model without ``position_ids``."""
+    ids = torch.randint(3, VOCABULARY, (1, FIRST + SECOND), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    other = ids.clone()
+    other[:, :FIRST] = 3 + (other[:, :FIRST] - 2) % (VOCABULARY - 3)
+    one, two = (
+        model(input_ids=x, position_ids=positions, **taken_by(model, options)).logits[:, FIRST:] for x in (ids, other)
+    )
+    return bool((one - two).abs().max() <= 1e-9 * one.abs().max())
+
+
+def main() -> None:
+    """Judge the given types, or all of them, and print a row for each verdict."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    found: dict[str, list[str]] = {}
+    for model_type in parser.parse_args().types:
+        found.setdefault(judge(model_type), []).append(model_type)
+    print(f"transformers {transformers.__version__}, {sum(map(len, found.values()))} model types")
+    for verdict, types in sorted(found.items(), key=lambda row: (row[0].startswith("not run"), row[0])):
+        print(f"{verdict} ({len(types)}): {', '.join(types)}")
+
+
+if __name__ == "__main__":
+    main()
