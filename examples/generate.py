@@ -40,7 +40,7 @@ def main(folder):
     model = hf.parallelize(tiny_llama())
     cache = ShardedCache.load(folder, model.config) if loads else ShardedCache(model.config)
     ids = expected[:, : PROMPT + NEW] if loads else ids  # the whole text; the cache holds all but its last tokens
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, **greedy)
+    out = model.generate(ids, cache=cache, max_new_tokens=NEW, **greedy)
     assert torch.equal(out, expected[:, : out.shape[1]]), "other tokens than one process generates"
     figures = cache.figures()
     if dist.get_rank() == 0:

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, GPT2L
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import known
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
@@ -46,7 +47,7 @@ def one_process(model, batch):
     if model.config.model_type == "gpt_oss":
         kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         given = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
-        given |= {"attention_mask": None, "past_key_values": None, "position_ids": batch.get("position_ids")}
+        given |= {"attention_mask": None, known.CACHE: None, "position_ids": batch.get("position_ids")}
         batch = batch | {"attention_mask": {kind: make(**given) for kind, make in kinds.items()}}
     return stock_loss(model, batch)
 

@@ -8,6 +8,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from burst_attention.inference import ShardedCache
 from burst_attention.inference.layer import ShardedLayer, StateLayer
 from burst_attention.inference.slots import Held
+from burst_attention.integrations.hf import known
 from tests.support.generating import ids_of, model_of
 
 
@@ -21,7 +22,7 @@ def test_mamba_1_forgets_its_state_before_several_later_tokens():
     """So no cache over ranks takes it. If this fails, the refusal can go."""
     model, cache, ids = model_of("jamba", "sdpa"), DynamicCache(config=model_of("jamba").config), ids_of(12)
     with torch.no_grad():
-        parts = [model(ids[:, part], past_key_values=cache).logits for part in (slice(5), slice(5, 12))]
+        parts = [model(ids[:, part], **{known.CACHE: cache}).logits for part in (slice(5), slice(5, 12))]
         assert (torch.cat(parts, 1) - model(ids).logits).abs().max() > 1e-3
 
 

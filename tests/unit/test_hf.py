@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks
+from burst_attention.integrations.hf import checks, known
 from burst_attention.integrations.hf.checks import MaskRequest
 from tests.support.hf_models import (
     DOCUMENTS,
@@ -182,7 +182,7 @@ def test_gpt2_equals_transformers():
 def test_mask_functions(create, options, foreign):
     hf.register()
     config = LlamaConfig(**SMALL, attn_implementation="burst", attention_chunk_size=2)
-    arguments = {"attention_mask": None, "past_key_values": None} | options
+    arguments = {"attention_mask": None, known.CACHE: None} | options
     request = create(config=config, inputs_embeds=torch.zeros(1, 4, 32), **arguments)
     if foreign is None:
         assert request is None

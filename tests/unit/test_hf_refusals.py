@@ -234,6 +234,19 @@ def test_chunked_attention():
         call(Llama4ForCausalLM(config), make_plan(SEQLEN))
 
 
+def test_a_cache_is_refused_where_queries_are_scaled_by_their_places():
+    """Llama 4 counts places from the length of the cache, on each rank from its shard's start."""
+    hf.register()
+    layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+    config = Llama4TextConfig(**SMALL | layers | {"intermediate_size_mlp": 48, "num_local_experts": 2}, pad_token_id=0)
+    config._attn_implementation = "burst"
+    model = hf.parallelize(Llama4ForCausalLM(config).eval())
+    with pytest.raises(
+        ValueError, match=r"^(cache|past_key_values): a cache with earlier tokens is not supported; pass"
+    ):
+        call(model.model, make_plan(SEQLEN), use_cache=True)
+
+
 REFUSED_BATCHES = {
     "batch is a list": [1, 2],
     r"batch has \['token_type_ids'\]": make_batch() | {"token_type_ids": torch.zeros(2, SEQLEN)},

@@ -115,10 +115,8 @@ class RankContext:
         status = Path("/proc/self/status")
         if status.exists():
             # On Linux, getrusage also counts the memory that the launcher held when it started this process.
-            return (
-                next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-                * 1024
-            )
+            lines = status.read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
