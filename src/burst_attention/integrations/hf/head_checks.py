@@ -123,9 +123,11 @@ def _compare(few: int, own: Tensor, ours: Tensor, leaves: Sequence[Tensor], refu
     """Refuse other outputs, another gradient of the hidden states, and other weights that get a gradient."""
     dout = torch.linspace(-1, 1, own.numel(), dtype=own.dtype, device=own.device).view_as(own)
     right, found = (torch.autograd.grad(x, leaves, dout, allow_unused=True) for x in (own, ours))
-    eps, single = torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps
-    half = own.dtype.itemsize <= 2
-    bounds = {"outputs": 50 * eps ** (0.75 if half else 1), "gradients": 50 * max(eps, single) ** (0.75 if half else 1)}
+    # Products are rounded alike; norms of fp64 models may round to fp32, which shows where gradients are summed.
+    eps = torch.finfo(own.dtype).eps
+    bounds = {"outputs": 50 * eps, "gradients": 50 * max(eps, torch.finfo(torch.float32).eps)}
+    if own.dtype.itemsize <= 2:
+        bounds = dict.fromkeys(bounds, 12 * eps)
     for what, x, y in (("outputs", own, ours), ("gradients", right[0], found[0])):
         assert x is not None and y is not None
         apart, most = (x - y).abs().max().item(), x.abs().max().item()

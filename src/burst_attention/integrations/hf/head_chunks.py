@@ -97,6 +97,11 @@ def _unmerge(module: nn.Module) -> None:
             part.unmerge()  # type: ignore[operator]
 
 
+def _merged_in(module: nn.Module) -> list[list[str]]:
+    """Return the names of merged adapters, by part."""
+    return [[*merged] for part in module.modules() if (merged := vars(part).get("merged_adapters"))]
+
+
 def _shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor_parts.part(weight).shape for name, weight in weights.items()}
 
@@ -197,8 +202,15 @@ class Structure:
         attend, length = kwargs.get("attend"), hidden.shape[1]
         kernel = getattr(attend, "keywords", {}).get("kernel", "auto")
 
+        merged = _merged_in(module)
+
         # It outlives the call, and must not hold the hidden states.
         def project(states: Tensor, _: int, weights: Sequence[Tensor], tokens: slice) -> HeadCall:
+            if _merged_in(module) != merged:  # merging writes to weights, unseen by autograd
+                raise ValueError(
+                    f"adapters of {type(module).__name__} were merged or unmerged since its forward, which "
+                    "attention_chunks runs again in the backward; do it after the backward"
+                )
             captured = _Captured(kernel, some=tokens != slice(0, length))
             some = of_tokens(kwargs, tokens) if captured.of_some_tokens else {}
             given = {**kwargs, **some, "attend": captured, "hidden_states": states}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 _COPIED = (dict, OrderedDict, list, set)  # others are shared, so that a change in place reaches a replica
-_SHARED = ("_parameters", "_buffers")  # weights: those who use them compare them
+_SHARED = ("_parameters",)  # those who use weights compare them
 _MISSING = object()
 
 
