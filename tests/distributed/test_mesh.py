@@ -305,6 +305,23 @@ def test_chunks_of_heads_are_of_the_parts(pools):
     assert pools(4).run(chunks_of_a_part) == [2 * 2 * 2] * 4  # norms of q and k; compared once; two layers
 
 
+def changed_after_a_call(name):
+    """Change the scaling of each attention, computed in chunks, after a call; return the errors of the next one."""
+    one, batch = model_of(name), batch_of("plain", 0)
+    model, mesh = meshed(name, (1, 2, 2), memory=hf.Memory(attention_chunks=2))
+    with torch.no_grad():
+        model(**batch)
+    for layer in (*one.model.layers, *model.model.layers):
+        layer.self_attn.scaling *= 2.0
+    wanted, loss = stock_loss(one, batch), model(**batch).loss
+    wanted.backward(), loss.backward()
+    return abs(loss.item() / wanted.item() - 1), worst(whole_gradients(model, mesh, shards=False), gradients(one))
+
+
+def test_chunks_of_heads_follow_a_change_over_a_mesh(pools):
+    check(pools(4).run(changed_after_a_call, "sinks"))
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_the_loss_of_a_router(pools, implementation):
     own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "experts_implementation": implementation}
