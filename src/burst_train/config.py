@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
+import tyro
 
 from burst_attention.cli.flags import (
     Count,
@@ -42,6 +43,7 @@ from .presets import PRESETS
 if TYPE_CHECKING:
     import torch
 
+ChatLoss = Literal["assistant", "all"]
 PackName = Literal["documents", "none"]
 PackingName = Literal["sequence", "balanced"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64"]
@@ -49,6 +51,29 @@ OnNan = Literal["stop", "skip"]
 ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
+YARN = "yarn:"
+
+
+def yarn_factor(scaling: str) -> float:
+    """Return the factor of a --rope-scaling; ValueError if it is none."""
+    factor = float(scaling.removeprefix(YARN) if scaling.startswith(YARN) else "")
+    if not 1 < factor < 1e6:  # also false for nan
+        raise ValueError
+    return factor
+
+
+def _rope_scaling(value: str) -> str:
+    try:
+        yarn_factor(value)
+    except ValueError:
+        longest = "dynamic and longrope depend on the longest position, which differs by rank"
+        return f"{value!r} must be yarn:FACTOR with a factor above 1, as in yarn:4 ({longest})"
+    return ""
+
+
+RopeScaling = Annotated[str, _rope_scaling]
+MODELS = f"A preset with random weights ({', '.join(PRESETS)}), or the folder or hub name of a model to load."
+ModelName = Annotated[Name, tyro.conf.arg(help=MODELS)]
 
 
 @dataclass(frozen=True)
@@ -94,13 +119,16 @@ class DataConfig:
     """Which documents are read, and how they become sequences."""
 
     data: Name = "stdlib"
-    """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files."""
+    """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files.
+    A JSON line, or a row of hf:, has the field text, or messages: a conversation for the tokenizer's chat template."""
     tokenizer: Name | None = None
     """bytes, or the path or hub name of a Hugging Face tokenizer. Default: the loaded model's; bytes for a preset."""
     seq_len: Length = 4096
     """Tokens per sequence, over all ranks that share it."""
     pack: PackName = "documents"
     """documents: pack documents into sequences, masked from each other. none: cut each sequence from one document."""
+    chat_loss: ChatLoss = "assistant"
+    """Tokens of a conversation ('messages') that the loss counts: assistant (what the assistant wrote) or all."""
     held_out: Fraction = 0.05
     """Share of the documents used for evaluation and never trained on; 0 skips the evaluation."""
     held_out_sequences: Count = 8
@@ -111,16 +139,16 @@ class DataConfig:
 class ModelConfig:
     """Which model is trained, and in which precision."""
 
-    model: Name = "tiny"
-    """A preset (tiny, llama-2-7b, llama-2-13b, llama-3-8b), or the folder or hub name of a model to load."""
+    model: ModelName = "tiny"
     dtype: DtypeOrAuto = "auto"
     """Dtype of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU. float64: a
     mixture's experts run in a loop, because transformers' fused product takes no float64."""
     save_dtype: SaveDtype = "auto"
     """Dtype of the weights saved in --out/model. auto: a loaded model's dtype; for a preset fp32 (fp64) as trained."""
     max_positions: Length | None = None
-    """New max_position_embeddings for the model, if --seq-len exceeds it. RoPE settings do not change."""
-
+    """New, larger max_position_embeddings for the model, if --seq-len exceeds it. RoPE settings do not change."""
+    rope_scaling: RopeScaling | None = None
+    """yarn:FACTOR: that many times the model's positions, by YaRN (arXiv 2309.00071). Saved in --out/model."""
     lora: Count | None = None
     """Train LoRA adapters of this rank in all linear layers but the head; all other weights are frozen. Needs PEFT.
     Checkpoints hold the adapters alone. --out/model has them merged; its folder adapter has them alone."""
@@ -148,7 +176,7 @@ class ParallelConfig:
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
     balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
     strategy: Name = "auto"
-    """How ranks share a sequence: auto (predicted fastest), burst, ring, zigzag-ring, all-gather, ulysses, usp, usp:U,
+    """How ranks share a sequence: auto (fastest attention as predicted), burst, ring, zigzag-ring, all-gather, ulysses, usp, usp:U,
     or fields of a Strategy such as layout=zigzag,ulysses_degree=4. To compare with: tensor, tensor-sequence, single.
     All give the same loss."""
     device: DeviceOrAuto = "auto"
@@ -389,6 +417,8 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             if name not in known or section not in (None, known[name]):
                 close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
+            if name == "ignore_memory" and isinstance(given, bool):
+                continue  # of an earlier version, where it named no amount; a run that needs one is refused
             kind = get_type_hints(sections[known[name]])[name]
             if isinstance(given, str) and int in (kind, *get_args(kind)):
                 with suppress(ValueError):  # seq_len = "128K"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from burst_attention.cli.flags import Count, flag, require, text
+from burst_attention.cli.flags import BYTES, Count, Size, byte_count, flag, require, text
 from burst_attention.planner.planner import Remat as RematName
 
 from .parallel import FOREIGN, TENSOR
@@ -53,8 +54,9 @@ class MemoryConfig(Saving):
     keep-attention: all but the attention, so that its exchanges are not repeated."""
     compile: bool = False
     """Compile norms and feed-forward layers with torch.compile; not for tensor and tensor-sequence."""
-    ignore_memory: bool = False
-    """Start even if the predicted memory exceeds the machine's."""
+    ignore_memory: Size | None = None
+    """Start although the predicted memory exceeds the free memory, if it is at most this amount, as in 32GiB.
+    On a CPU, of all ranks of a machine; on GPUs, of each. The system may then end the run or other processes."""
 
     def check(self, strategy: str, device: str) -> None:
         """Raise ValueError naming the first flag that the strategy or device does not support."""
@@ -105,19 +107,35 @@ def _of_cgroup(root: Path) -> Iterator[tuple[int, str]]:
 
 def check_fits(
     parts: Mapping[str, int], free: tuple[int, str] | None, memory: MemoryConfig, *, seq_len: int, ranks: int
-) -> None:
-    """Raise ValueError if ``ranks`` ranks of ``parts`` bytes each exceed the free memory; suggest remedies."""
-    per_rank = sum(parts.values())
-    if free is None or memory.ignore_memory or per_rank * ranks <= free[0]:
-        return
+) -> str:
+    """Check that ``ranks`` ranks of ``parts`` bytes each fit in the free memory.
+
+    Return a warning if they don't, and ``--ignore-memory`` names at least what they need; else an empty text.
+    Raise ValueError, with remedies, if it names less or nothing.
+    """
+    per_rank, named = sum(parts.values()), memory.ignore_memory
+    needed = per_rank * ranks
+    if free is None or needed <= free[0]:
+        return ""
+    all_ranks = f"{binary_text(needed)} for {ranks} ranks here" if ranks > 1 else "here"
+    amounts = f"{binary_text(per_rank)} per rank ({parts_text(parts)}), {all_ranks}"
+    there = f"there is only {binary_text(free[0])} {free[1]}"
+    if named is not None and needed <= byte_count(named):
+        return f"--ignore-memory {named}: the run will allocate {amounts}; {there}. The system may end processes"
     lower = ["--remat layer"] if memory.remat == "none" else []
     lower += ["--mlp-chunks 8"] if memory.mlp_chunks == 1 else []
     lower += ["a shorter --seq-len, a smaller --batch or ranks on more machines"]
+    less = "" if named is None else f"--ignore-memory {named} is less than that. "
     raise ValueError(
-        f"{flag('seq_len')} {seq_len} is predicted to need {binary_text(per_rank)} per rank ({parts_text(parts)}), "
-        f"{binary_text(per_rank * ranks)} for {ranks} ranks here; there is only {binary_text(free[0])} {free[1]}. Try "
-        f"{', '.join(lower)}, or start anyway with --ignore-memory"
+        f"{flag('seq_len')} {seq_len} is predicted to need {amounts}; {there}. {less}Try {', '.join(lower)}, or start "
+        f"anyway by naming the amount: --ignore-memory {_rounded_up(needed)}"
     )
+
+
+def _rounded_up(size: int) -> str:
+    """Return an amount of at least ``size`` bytes as ``--ignore-memory`` takes it."""
+    unit = "GiB" if size >= BYTES["GiB"] else "MiB"
+    return f"{ceil(size / BYTES[unit])}{unit}"
 
 
 def parts_text(parts: Mapping[str, int]) -> str:

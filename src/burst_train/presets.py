@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+POSITIONS = "max_position_embeddings"
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -12,7 +13,7 @@ def _preset(kind: str, *sizes: int, positions: int, theta: float = 1e4, **more: 
     """Return the model_type and the configuration's arguments; ``sizes``: ``_NAMES`` and the vocabulary's."""
     rope = {"rope_type": "default", "rope_theta": theta}
     own = dict(zip((*_NAMES, "vocab_size"), sizes, strict=True))
-    return kind, {**own, "max_position_embeddings": positions, "rope_parameters": rope, "rms_norm_eps": 1e-5, **more}
+    return kind, {**own, POSITIONS: positions, "rope_parameters": rope, "rms_norm_eps": 1e-5, **more}
 
 
 # From the config.json of each model on the hub. ``tiny`` takes its vocabulary and its positions from the run.
@@ -32,3 +33,8 @@ PRESETS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "qwen3", 4096, 12288, 36, 32, 8, 151936, positions=40960, theta=1e6, rms_norm_eps=1e-6, head_dim=128
     ),
 }
+
+
+def has_own_positions(model: str) -> bool:
+    """Whether a model comes with a number of positions; ``tiny`` takes that of the run."""
+    return model not in PRESETS or POSITIONS in PRESETS[model][1]

@@ -30,9 +30,9 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     asked = ["--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4"]
     short = reported(capsys, *asked)
     assert "llama-3-8b, 1M tokens over 32 ranks on 4 nodes, h100-hgx+infiniband-400g" in short
-    assert "Recommended: auto" in short and "It fits with --remat" in short and len(short.splitlines()) < 18
+    assert "Recommended: auto" in short and "It fits with --remat" in short and len(short.splitlines()) < 20
     start = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400"
-    flags = "--model llama-3-8b --seq-len 1048576 --max-positions 1048576 --strategy layout="
+    flags = "--model llama-3-8b --seq-len 1048576 --strategy layout="
     assert f"{start} -m burst_attention.cli train {flags}" in short
     assert short.count("--data DATA --out runs/mine") == 1
     assert "every figure here is a prediction" in short
@@ -44,10 +44,59 @@ def test_the_command_fits_as_printed(capsys: Any) -> None:
     assert out.count("too large") == 9 and "It fits with --remat layer --mlp-chunks 32: " in out
     words = out.split("cli train ")[1].split(" --data")[0].split()
     given = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    del given["max_positions"]
     seq_len, saving = int(given.pop("seq_len")), Saving(mlp_chunks=int(given.pop("mlp_chunks")))
     asked = plan.PlanArguments(ranks=8, hardware="h100-hgx", seq_len=seq_len, saving=saving, **given)
     assert forecast_of(asked.strategy, asked.request()).fits
+
+
+def asked_of(**given: Any) -> Any:
+    return plan.PlanArguments(**{"seq_len": 2**20, "ranks": 16, "hardware": "h100-hgx", **given}).request()
+
+
+def test_auto_caches_nothing_if_a_step_that_fits_is_then_shorter() -> None:
+    """With its cache of q, k and v, what keep-attention saves is too large for 80 GB, and all must be recomputed."""
+    request = asked_of(tensor_parallel=1)
+    found = {name: forecast_of(name, request) for name in ("auto", "burst", "ulysses_degree=8,cache_qkv=True")}
+    cached = found.pop("ulysses_degree=8,cache_qkv=True")
+    assert cached.fits and cached.remat == "layer"
+    assert found["auto"].fits and found["auto"].remat == "keep-attention" and "cache_qkv=False" in found["auto"].flags
+    assert found["auto"].seconds <= min(each.seconds for each in (*found.values(), cached))
+    roomy = forecast_of("auto", asked_of(tensor_parallel=1, device_memory=140.0))
+    assert roomy.remat == "keep-attention" and "cache_qkv=True" in roomy.flags, "the planner's own choice"
+
+
+def test_positions_are_printed_only_if_the_model_has_fewer(tmp_path: Any, capsys: Any) -> None:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=8192).save_pretrained(tmp_path)
+    small: dict[str, Any] = {"model": str(tmp_path), "ranks": 2}
+    assert "positions" not in forecast_of("burst", asked_of(**small, seq_len=8192)).flags
+    longer = asked_of(**small, seq_len=20_000)
+    assert " --seq-len 20000 --max-positions 20000 " in forecast_of("burst", longer).flags
+    (told,) = (note for note in plan.notes(longer, []) if "longer" in note)
+    assert "the 8,192 positions that" in told and "give --rope-scaling yarn:3" in told
+    scaled = asked_of(**small, seq_len=20_000, rope_scaling="yarn:3")
+    assert " --seq-len 20000 --rope-scaling yarn:3 --strategy" in forecast_of("burst", scaled).flags
+    assert not [note for note in plan.notes(scaled, []) if "longer" in note]
+    asked = ["plan", *HARDWARE, "--model", str(tmp_path), "--ranks", "2", "--seq-len", "20000"]
+    assert main([*asked, "--rope-scaling", "yarn:2"]) == 2
+    assert "exceeds them; give yarn:3, or lower --seq-len" in capsys.readouterr().err
+    assert "positions" not in forecast_of("burst", asked_of(ranks=2, seq_len=20_000)).flags, "a preset has random weights"
+
+
+def test_what_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", "--seq-len", "65", "--ranks", "2", "--model", "tiny", "--tensor-parallel", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "No --hardware was given: this plans for ranks on CPUs, because this machine has no GPU. Presets: cpu," in out
+    assert "tiny is a preset: the command below trains random weights, on bytes unless --tokenizer" in out
+    refused = "tensor-sequence: not possible: it shares 65 tokens (--seq-len) equally, but 2 ranks don't divide them; "
+    assert f"{refused}use a number of ranks that does, or another strategy" in out
+    assert "--strategy" not in out.split("torchrun")[0], "which was not given"
+    assert "step: time of a training step; tokens/s: of all ranks; memory: of a rank at its peak; --remat: " in out
+    assert "No --hardware" not in reported(capsys, "--seq-len", "65", "--ranks", "2", "--model", "tiny")
 
 
 def test_an_option_that_the_strategy_refuses_is_not_advised(capsys: Any) -> None:
@@ -83,7 +132,7 @@ def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_pat
     asked = ["--seq-len", "32K", "--batch", "8", "--documents", "4", "--ranks", "8", "--packing", "balanced"]
     out = reported(capsys, *asked, "--all", "--json", f"{tmp_path}/plan.json")
     assert "llama-3-8b, 8 packed sequences of 32K tokens over 8 ranks" in out
-    assert "--seq-len 32768 --max-positions 32768 --dtype" in out
+    assert "--seq-len 32768 --dtype" in out
     assert "--packing balanced --batch 8 --data DATA" in out and "--pack none" not in out
     assert "zigzag-ring: not possible: it has no layout balanced; leave --packing balanced out to see it" in out
     text = (tmp_path / "plan.json").read_text()

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
-from burst_attention.attention.hardware import resolve_rates
+from burst_attention.attention.hardware import known_rates
 from burst_attention.kernels.aten import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
@@ -451,12 +451,12 @@ def test_a_device_has_a_usual_preset() -> None:
 
 def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
-    assert resolve_rates(None, on_gpus=False) == usual("cpu")
+    assert known_rates(None, on_gpus=False) is None
     ours = replace(CPU, name='a "name" \\ of ours')
     write_rates(ours, user_file())
-    assert resolve_rates(None, on_gpus=False) == read_rates(user_file()) == ours
-    assert resolve_rates(str(user_file()), on_gpus=False) == resolve_rates(user_file(), on_gpus=False) == ours
-    assert resolve_rates(preset("h100-hgx"), on_gpus=False) == resolve_rates("h100-hgx", on_gpus=True)
+    assert known_rates(None, on_gpus=False) == read_rates(user_file()) == ours
+    assert known_rates(str(user_file()), on_gpus=False) == known_rates(user_file(), on_gpus=False) == ours
+    assert known_rates(preset("h100-hgx"), on_gpus=False) == known_rates("h100-hgx", on_gpus=True)
     assert make_plan(16).planner.rates == ours
 
 

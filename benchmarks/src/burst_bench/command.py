@@ -249,7 +249,8 @@ def _show(results: Results, console: Console) -> None:
     # A terminal is narrow; the page shows all columns.
     shown = (c for c in measured(results) if c.header not in ("min to max s", "bytes uncounted"))
     columns = tuple(c for c in shown if any(c.text(row) != "-" for row in right))
-    headers = [column.header for column in (*PLACE, *columns, *CHECK)]
+    every = (*PLACE, *columns, *CHECK)
+    headers = [column.header for column in every]
     rows = []
     for row in results.rows:
         if not row.refused:
@@ -257,7 +258,8 @@ def _show(results: Results, console: Console) -> None:
             styled = texts if row.passed else (f"[red]{text}[/]" for text in texts)
             rows.append(dict(zip(headers, styled, strict=True)))
     title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
-    print_table(console, rows, title=title, keys=len(PLACE))
+    legend = {column.header: column.meaning for column in every if column.meaning}
+    print_table(console, rows, title=title, legend=legend, keys=len(PLACE))
     refused = (f"{row.strategy}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused)
     for reason in dict.fromkeys(refused):
         console.print(f"left out: {escape(reason)}", soft_wrap=True)

@@ -129,11 +129,6 @@ def _misfit(rates: Rates, world: int | None, on_gpus: bool) -> str | None:
     return None if at is None else at.misfit(this_machine(world or at.ranks, on_gpus))
 
 
-def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
-    """Return :func:`known_rates`, or else the usual preset for the device."""
-    return known_rates(rates, on_gpus=on_gpus) or usual_rates(on_gpus=on_gpus)
-
-
 def this_machine(world: int, on_gpus: bool) -> MeasuredOn:
     """Return what rates measured here on ``world`` ranks hold for."""
     device = torch.cuda.get_device_name() if on_gpus else "cpu"

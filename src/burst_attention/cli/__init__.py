@@ -19,7 +19,7 @@ COMMANDS = {
         f"{__name__}.check",
         "compare distributed attention with fp64, gradients included, on the available ranks",
     ),
-    "eval": ("burst_train.cli.eval", "measure a model's perplexity with every strategy, and compare them by token"),
+    "eval": ("burst_train.cli.eval", "measure a model's perplexity, and compare strategies token by token"),
     "export": ("burst_train.cli.export", "write the model of a training checkpoint as a Hugging Face folder"),
     "generate": (f"{__name__}.generate", "continue a prompt that no single device can hold, with a Hugging Face model"),
     "plan": ("burst_train.cli.plan", "predict what training on a long sequence will cost, before you rent GPUs"),

@@ -24,6 +24,12 @@ from .tables import print_table
 
 COMMAND = "burst check"
 COLUMNS = ("mask", "layout", "dtype", "circulate", "worst", "error", "bound", "")
+LEGEND = {
+    "circulate": "what moves between ranks",
+    "worst": "the tensor and the rank nearest to their bound",
+    "error": "of this tensor against the fp64 oracle (of lse the largest, of others the relative L2)",
+    "bound": "the largest error that passes",
+}
 Size = Annotated[int, whole(most=65_536)]  # the oracle's memory grows with the square of the tokens
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda s: Mask(causal=False),
@@ -146,7 +152,7 @@ def _show(arguments: CheckArguments, todo: list[Case], reports: list[Report]) ->
         verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
         named = names.get(case.mask, str(case.mask)), case.layout, str(case.dtype).removeprefix("torch.")
         rows.append(dict(zip(COLUMNS, (*named, case.circulate, *figures, verdict), strict=True)))
-    print_table(console, rows, title=f"S={todo[0].seqlen}; worst: tensor, rank", keys=4)
+    print_table(console, rows, title=f"S={todo[0].seqlen}", legend=LEGEND, keys=4)
     failed = [report for report in reports if not report.passed]
     for report in failed:
         console.print(report.table())

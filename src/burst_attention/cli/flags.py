@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 import tyro
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
+BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
 MOST = 2**31  # of any count: its square, such as a mask's area, must fit an int64
 MOST_RANKS = 1024
 MOST_SECONDS = 1e9
@@ -22,6 +23,14 @@ Rule: TypeAlias = Callable[[Any], str]
 def whole_number(text: str) -> int:
     """Parse an integer; K multiplies it by 1024, M by 1024 times 1024. Raise ValueError for other text."""
     return int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text)
+
+
+def byte_count(text: str) -> int:
+    """Parse an amount of memory with its unit, such as 32GiB. Raise ValueError for other text."""
+    unit = next((unit for unit in BYTES if text.endswith(unit)), "")
+    if not unit or not 0 < (amount := float(text.removesuffix(unit))) < math.inf:
+        raise ValueError(text)
+    return int(amount * BYTES[unit])
 
 
 @NUMBERS.primitive_rule
@@ -77,6 +86,15 @@ def interval(value: str) -> str:
     return f"{value!r} must be steps, as in 500, or minutes, as in 30m"
 
 
+def size(value: str) -> str:
+    """Require an amount of memory with its unit."""
+    try:
+        byte_count(value)
+    except ValueError:
+        return f"{value!r} must be an amount with its unit ({', '.join(BYTES)}), as in 32GiB"
+    return ""
+
+
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, whole()]
 Length = Annotated[int, whole(2)]  # of a sequence: each token's target is the next token
@@ -84,6 +102,7 @@ NonNegativeInt = Annotated[int, whole(0)]
 Ranks = Annotated[int, whole(most=MOST_RANKS)]
 Name = Annotated[str, text]
 Interval = Annotated[str, interval]
+Size = Annotated[str, size]
 Positive = Annotated[float, number(lambda value: 0 < value < math.inf, "must be a number above 0")]
 NonNegative = Annotated[float, number(lambda value: 0 <= value < math.inf, "must be a number of at least 0")]
 Fraction = Annotated[float, number(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]
@@ -101,7 +120,7 @@ def _complaints(annotation: Any, value: Any) -> Iterator[str]:
     """Yield what each rule of the annotation returns for the value, or for each element of a tuple."""
     if get_origin(annotation) is Annotated:
         annotation, *rules = get_args(annotation)
-        yield from (rule(value) for rule in rules)
+        yield from (rule(value) for rule in rules if callable(rule))  # others are tyro's
     if get_origin(annotation) is tuple:
         for each in value:
             yield from _complaints(get_args(annotation)[0], each)

@@ -18,6 +18,7 @@ from .flags import (
     NUMBERS,
     Count,
     DeviceOrAuto,
+    Name,
     NonNegative,
     NonNegativeInt,
     Ranks,
@@ -42,8 +43,8 @@ class GenerateArguments:
     The text goes to standard output, figures go to standard error. Without torchrun, it launches local workers.
     """
 
-    model: Path
-    """A folder with a model and its tokenizer."""
+    model: Name
+    """The folder or hub name of a model with its tokenizer, such as OUT/model of `burst train`."""
     prompt: str
     """A text file; - reads standard input (not under torchrun)."""
     ranks: Ranks | None = None
@@ -76,9 +77,7 @@ class GenerateArguments:
     def check(self) -> None:
         """Raise ValueError if a flag's value is invalid."""
         check_settings(self)
-        require(
-            (self.model / "config.json").is_file(), "model", self.model, "has no config.json; pass a model's folder"
-        )
+        self._check_folder()
         require(bool(self.text), "prompt", self.prompt, "is empty; pass a file with text")
         enough = self.prefill_chunk is None or self.prefill_chunk >= 2 * (self.ranks or 1)
         require(enough, "prefill_chunk", self.prefill_chunk, f"must be at least twice --ranks {self.ranks}")
@@ -91,6 +90,15 @@ class GenerateArguments:
         taken = self.save_cache is not None and self.save_cache.exists()
         require(not taken, "save_cache", self.save_cache, "exists; pass a new folder")
         self._check_length()
+
+    def _check_folder(self) -> None:
+        """Raise ValueError if ``model`` is a path without a model; other names may be on the hub."""
+        folder = Path(self.model)
+        if folder.is_dir():
+            whole = (folder / "config.json").is_file()
+            require(whole, "model", self.model, "has no config.json; pass a model's folder or its hub name")
+        elif self.model.startswith((".", "/", "~")) or folder.exists():
+            raise ValueError(f"--model {self.model}: there is no such folder; pass a model's folder or its hub name")
 
     def _check_length(self) -> None:
         """Raise ValueError if the text and the new tokens have more positions than the model."""

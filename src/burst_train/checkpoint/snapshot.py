@@ -29,8 +29,8 @@ WEIGHTS = "weights."
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = (
-    *("model", "lora", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch"),
-    *("decay_steps", "schedule"),
+    *("model", "lora", "rope_scaling", "dtype", "data", "tokenizer", "seq_len", "pack", "chat_loss"),
+    *("held_out", "seed", "global_batch", "decay_steps", "schedule"),
     *("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip", "optimizer"),
 )
 # Settings of one start of the run; the next start sets them again.
@@ -170,10 +170,13 @@ def settings_to_go_on(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def check_same_run(config: TrainConfig, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError naming the first setting that differs from the checkpoint's but must not."""
+    # A setting that came after the checkpoint had its default then.
+    defaults = asdict(TrainConfig())
+    saved = {**saved, **{section: values | saved.get(section, {}) for section, values in defaults.items()}}
     ours, theirs = checked_settings(settings_of(config), "the run"), checked_settings(saved, STATE)
     for name in LASTING:
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(_difference(config, name, ours.get(name), theirs.get(name)))
+        if ours[name] != theirs[name]:
+            raise ValueError(_difference(config, name, ours[name], theirs[name]))
 
 
 def _difference(config: TrainConfig, name: str, value: object, held: object) -> str:

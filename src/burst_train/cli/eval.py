@@ -22,6 +22,12 @@ from .preflight import check_evaluation
 
 COMMAND = "burst eval"
 COLUMNS = ("strategy", "loss", "perplexity", "tokens", "seconds", "greatest difference")
+LEGEND = {
+    "loss": "mean negative log-likelihood of a token, in nats",
+    "perplexity": "exp(loss)",
+    "tokens": "that were predicted",
+    "seconds": "of the forwards on the slowest rank",
+}
 QUIET = 10.0  # seconds between two lines of progress when the output is not a terminal
 
 
@@ -91,15 +97,16 @@ class EvaluationScreen(ExitStack):
 def show(console: Console, config: EvalConfig, results: list[StrategyResult]) -> None:
     """Print a table with one row per strategy, and why some refused."""
     ran = [result for result in results if result.refused is None]
-    rows = [dict(zip(COLUMNS, (result.strategy, *_figures(result)), strict=True)) for result in results]
+    columns, legend = COLUMNS if len(results) > 1 else COLUMNS[:-1], LEGEND
+    if ran:
+        apart = f"a token's log-likelihood against that of {ran[0].reference}, the largest, in nats"
+        legend = LEGEND | {COLUMNS[-1]: apart}
+    rows = [dict(zip(columns, (result.strategy, *_figures(result)), strict=False)) for result in results]
     setting = f", {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else ""
-    print_table(console, rows, title=f"{escape(str(config.model))}{setting}", right=COLUMNS[1:])
+    print_table(console, rows, title=f"{escape(str(config.model))}{setting}", legend=legend, right=COLUMNS[1:])
     for result in results:
         if result.refused is not None:
             console.print(f"{result.strategy} is left out: {escape(result.refused)}", soft_wrap=True)
-    if ran:
-        apart = "difference: a token's log-likelihood against that of"
-        console.print(f"{apart} {ran[0].reference}, in nats", soft_wrap=True)
 
 
 def _figures(result: StrategyResult) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,18 +13,22 @@ import torch
 import tyro
 from rich.console import Console
 
-from burst_attention.attention.hardware import resolve_rates
+from burst_attention.attention.hardware import known_rates, usual_rates
 from burst_attention.cli.flags import NUMBERS, Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.tables import print_table
 from burst_attention.launch import local as launch
 from burst_attention.planner.choice import TIE
+from burst_attention.planner.presets import NETWORKS, NODES
+from burst_attention.planner.rates import Rates
 
-from ..config import PackingName, check_balanced, check_strategy
+from ..config import MODELS, PackingName, RopeScaling, check_balanced, check_strategy
 from ..figures import bytes_text, digits, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, forecasts, recommended, savings
-from ..forecast.models import model_of
-from ..forecast.request import TENSOR, Cluster, ForecastRequest, device_of
+from ..forecast.models import Model, model_of
+from ..forecast.request import TENSOR, USABLE, Cluster, ForecastRequest, device_of
 from ..memory import Saving
+from ..presets import PRESETS
+from ..step.positions import check_scaled
 
 COMMAND = "burst plan"
 MOST_PLANNED = 1 << 16
@@ -44,9 +49,11 @@ class PlanArguments:
     nodes: Count | None = None
     """Number of machines. Default: eight ranks per machine."""
     hardware: Name | None = None
-    """A preset such as h100-hgx+ethernet-100g, or a file of burst calibrate. Default: its saved file, else a preset."""
-    model: Name = "llama-3-8b"
-    """A preset, or the folder or hub name of a model. Only its config.json is read."""
+    """A preset such as h100-hgx+ethernet-100g, or a file of burst calibrate. Default: what it saved for this machine,
+    else a preset for this machine's device: without a GPU, ranks on CPUs."""
+    model: Annotated[Name, tyro.conf.arg(help=f"{MODELS} Only its config.json is read.")] = "llama-3-8b"
+    rope_scaling: RopeScaling | None = None
+    """As for burst train: yarn:FACTOR, for a sequence longer than the model's positions."""
     batch: Count = 1
     """Sequences per batch."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -56,7 +63,8 @@ class PlanArguments:
     packing: PackingName = "sequence"
     """As for burst train. balanced: all ranks share the --batch packed sequences."""
     strategy: Name = "auto"
-    """The strategy to plan for, as for burst train; others are compared with it. auto: the fastest by prediction."""
+    """The strategy to plan for, as for burst train; others are compared with it. auto: the fastest attention as
+    predicted, without cached q, k and v if memory then allows a shorter step."""
     tensor_parallel: Count | None = None
     """Neighbours that cut the layers, as for burst train. Default: compare 2, 4 and 8 of a node, where possible, with
     none."""
@@ -94,10 +102,7 @@ class PlanArguments:
 
     def request(self) -> ForecastRequest:
         """Convert the arguments into a request for the predictor; ValueError if the model or hardware is unknown."""
-        try:
-            rates = resolve_rates(self.hardware, on_gpus=torch.cuda.is_available())
-        except ValueError as error:
-            raise ValueError(f"--hardware {self.hardware}: {error}") from None
+        rates, assumed = self._rates()
         device = device_of(rates)
         if self.peak_tflops is not None:
             device = replace(device, peak=self.peak_tflops * 1e12)
@@ -110,16 +115,40 @@ class PlanArguments:
         return ForecastRequest(
             seq_len=seq_len,
             cluster=Cluster(ranks=self.ranks, per_node=per_node, rates=rates, device=device),
-            model=model_of(self.model),
+            model=self._model(),
             batch=self.batch // joined,
             joined=joined,
             dtype=getattr(torch, self.dtype),
             borders=borders if documents > 1 else None,
             remat=None if self.remat == "auto" else self.remat,
             saving=self.saving,
+            rope_scaling=self.rope_scaling,
+            assumed=assumed,
             strategy=self.strategy + (f"{TENSOR}{self.tensor_parallel}" if (self.tensor_parallel or 1) > 1 else ""),
             compares_meshes=self.tensor_parallel is None,
         )
+
+
+    def _rates(self) -> tuple[Rates, str]:
+        """Return the rates to plan by, and what they are if ``--hardware`` was left out."""
+        on_gpus = torch.cuda.is_available()
+        try:
+            known = known_rates(self.hardware, on_gpus=on_gpus)
+        except ValueError as error:
+            raise ValueError(f"--hardware {self.hardware}: {error}") from None
+        rates = known or usual_rates(on_gpus=on_gpus)
+        if self.hardware is not None:
+            return rates, ""
+        device = "this machine's GPU" if on_gpus else "ranks on CPUs, because this machine has no GPU"
+        saved = "what burst calibrate saved for this machine"
+        names = f"{', '.join(NODES)}, each with +{' or +'.join(NETWORKS)}"
+        return rates, f"No --hardware was given: this plans for {saved if known else device}. Presets: {names}."
+
+    def _model(self) -> Model:
+        model = model_of(self.model, self.rope_scaling)
+        if self.rope_scaling is not None and model.positions is not None:
+            check_scaled(model.positions, self.rope_scaling, model=self.model, seq_len=self.seq_len)
+        return model
 
 
 def headline(request: ForecastRequest) -> str:
@@ -147,6 +176,18 @@ def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[dict
             row["--remat"] = each.remat
         fits = {None: "unknown", True: "fits", False: "too large"}[each.fits]
         yield row | {"verdict": "refused" if each.refused else fits}
+
+
+def legend(request: ForecastRequest) -> Mapping[str, str]:
+    """Return what the columns of :func:`short_rows` mean."""
+    memory = request.cluster.device.memory
+    return {
+        "step": "time of a training step",
+        "tokens/s": "of all ranks",
+        "memory": "of a rank at its peak" + (f", of {bytes_text(memory)}" if memory else ""),
+        "--remat": "what the backward recomputes" + (": the least that fits" if request.remat is None else ""),
+        "verdict": f"fits if it takes at most {USABLE:.0%} of the memory",
+    }
 
 
 def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
@@ -206,6 +247,7 @@ def as_dict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
 
 def notes(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
     """Yield why strategies are refused, and what the figures rest on that was not measured or simulated."""
+    yield from [request.assumed] * bool(request.assumed)
     for each in found:
         if each.refused:
             yield f"{each.strategy}: not possible: {each.refused}"
@@ -215,6 +257,18 @@ def notes(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
         if unmeasured > 1:
             what = "this hardware was not measured with this library: every figure here"
         yield f"Rates of {rates.name}: {rates.source}; {what} is a prediction."
+    name, positions = request.model.name, request.model.positions
+    if request.too_long and request.rope_scaling is None:
+        factor = ceil(request.seq_len / request.joined / (positions or 1))
+        yield (
+            f"The sequence is longer than the {positions:,} positions that {name} was made for. If its RoPE is not "
+            f"scaled yet, give --rope-scaling yarn:{factor}."
+        )
+    if name in PRESETS:
+        yield (
+            f"{name} is a preset: the command below trains random weights, on bytes unless --tokenizer names a "
+            "tokenizer. To fine-tune, give --model a folder or a name on the hub."
+        )
     for few, many in sorted({each.standing for each in found if each.standing}):
         names = ", ".join(each.strategy for each in found if each.standing == (few, many))
         yield (
@@ -249,7 +303,7 @@ def main(arguments: list[str]) -> int:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{headline(request)}[/]")
-    print_table(console, [*short_rows(request, found)])
+    print_table(console, [*short_rows(request, found)], legend=legend(request))
     for note in notes(request, found):
         wide.print(note, markup=False)
     best = recommended(found, saving)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import Strategy
 
 from ..config import TrainConfig
-from ..data.sequences import SequenceReader, epochs_text, open_sequences
+from ..data.sequences import Cursor, SequenceReader, epochs_text, open_sequences
 from ..data.tokenizer import BYTES
 from ..memory import binary_text, check_fits, free_memory, parts_text
 from ..parallel import FOREIGN, Heads, choose
 from ..presets import PRESETS
+from ..run.folder import NEWEST, list_checkpoints
 from ..step.evaluation import EvalConfig
 
 if TYPE_CHECKING:
@@ -27,10 +31,10 @@ LEAST_HELD_OUT = 100  # tokens: the mean of fewer losses is off by more than 0.2
 
 @dataclass(frozen=True)
 class Start:
-    """The first lines of a run, and the predicted peak of a rank's tensors in bytes by part (None: no prediction)."""
+    """The first lines of a run, and a rank's tensors at their peak, or a part of them, in bytes by name."""
 
     lines: tuple[str, ...]
-    memory: Mapping[str, int] | None
+    memory: Mapping[str, int]
 
 
 def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
@@ -38,6 +42,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     config.check()
     config.check_world(world)
     config.check_packages()
+    resumed = _resumed(config)
     name, data, parallel = config.model.model, config.data, config.parallel
     shared = choose(**config.how)
     loaded = _load(name, layout=getattr(shared, "strategy", Strategy()).layout)
@@ -46,11 +51,19 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
 
     positions = None if loaded is None else getattr(loaded, "max_position_embeddings", None)
     model = model_config(
-        name, tokenizer, data.seq_len, loaded=loaded, max_positions=config.model.max_positions, named=data.tokenizer
+        name,
+        tokenizer,
+        data.seq_len,
+        loaded=loaded,
+        max_positions=config.model.max_positions,
+        rope_scaling=config.model.rope_scaling,
+        named=data.tokenizer,
     )
     sharing = parallel.sharing(world)
     lengths, read = {data.seq_len}, reader.training()
-    next(read)
+    first = next(read)
+    if resumed is not None:
+        next(reader.training(resumed))  # the document where it stopped must be unchanged
     if data.held_out:
         lengths |= _held_out_lengths(config, reader, max(LEAST_HELD_OUT, sharing))
     heads = Heads.of(model).of_rank(ranks_of_heads(model, parallel.tensor_parallel))
@@ -58,9 +71,36 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
         shared.check(heads, length, sharing)
     _check_weights(name)
     parts = predict_memory(config, model, world)
-    if parts is not None and parallel.device != "cuda":
-        check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
-    return Start((*_first_lines(config, model, positions, parts), epochs_text(config, read.epoch_tokens)), parts)
+    lines, counted = _first_lines(config, model, positions, parts), parts or least_memory(config, model, world)
+    if parallel.device != "cuda":
+        warned = check_fits(counted, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
+        lines = (*lines, *[warned] * bool(warned))
+    if first.valid_tokens and (first.tokens < 0).any():
+        share = (first.tokens >= 0).mean()
+        lines = (*lines, f"the loss is that of the assistant's turns: {share:.0%} of the first sequence's tokens")
+    return Start((*lines, epochs_text(config, read.epoch_tokens)), counted)
+
+
+def _resumed(config: TrainConfig) -> Cursor | None:
+    """Return where in the data the run resumes, without its waiting sequences; ValueError if a setting must not differ.
+
+    The ranks read the whole checkpoint; if the newest is damaged, one before it, which has the same settings.
+    """
+    resumed = config.run.resume
+    if resumed is None:
+        return None
+    from ..checkpoint.manifest import read_state
+    from ..checkpoint.snapshot import WAITING, check_same_run
+
+    state = None
+    for folder in list_checkpoints(Path(config.run.out)) if resumed == NEWEST else [Path(resumed)]:
+        with suppress(ValueError):
+            state = read_state(folder)
+            break
+    if state is None:
+        return None
+    check_same_run(config, state.config)
+    return Cursor(**dict(state.cursor), waiting=np.zeros(state.tensors[WAITING].shape, np.int32))
 
 
 def _held_out_lengths(config: TrainConfig, reader: SequenceReader, least: int) -> set[int]:
@@ -113,6 +153,21 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
     return step.memory(step.remat) or None
 
 
+def least_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int]:
+    """Return bytes of what a rank holds of any model at the end of a step; the rest is not predicted."""
+    from ..parallel.body import build_empty
+
+    if config.memory.optimizer_offload:
+        return {}
+    numbers = sum(parameter.numel() for parameter in build_empty(model).parameters()) // world
+    size = 8 if config.model.dtype == "float64" else 4
+    weights = {"weights": size * numbers}
+    if config.model.lora is not None:  # gradients and moments are of the adapters alone
+        return weights
+    moments = 2 if config.memory.optimizer == "adamw-8bit" else 2 * size
+    return weights | {"gradients": size * numbers, "AdamW": moments * numbers}
+
+
 def _first_lines(
     config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: Mapping[str, int] | None
 ) -> tuple[str, ...]:
@@ -120,17 +175,18 @@ def _first_lines(
     ours = parallel.strategy not in FOREIGN
     kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto (one proven on the GPU)"
     own = BYTES if name in PRESETS else f"{name}'s own"
+    random = " with random weights" * (name in PRESETS)
     lines = [
-        f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, strategy {parallel.strategy}, "
+        f"model {name}{random}, tokenizer {data.tokenizer or own}, data {data.data}, strategy {parallel.strategy}, "
         f"kernel {kernel}"
     ]
-    if config.model.max_positions is not None:
+    if config.model.max_positions is not None or config.model.rope_scaling is not None:
         before = "" if positions is None else f", in place of {positions:,}"
-        lines.append(
-            f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as in the model's configuration"
-        )
+        rope = model.rope_parameters if config.model.rope_scaling else "as in the model's configuration"
+        lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE {rope}")
     if parts is None:
-        return ("memory is not predicted for this model and these flags", *lines)
+        least = parts_text(least_memory(config, model, parallel.ranks or 1))
+        return (f"memory is not predicted for this model and these flags; a rank holds at least {least}", *lines)
     process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
     counted = f"tensors of a rank: {binary_text(sum(parts.values()))} ({parts_text(parts)})"
     return (f"predicted peak memory of the {counted}; not included: {process}", *lines)
@@ -145,7 +201,15 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     loaded = _load(config.model, training=False)
     reader, tokenizer = open_sequences(config.as_training)
     named = config.as_training.data.tokenizer
-    asked = model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded, named=named)
+    asked = model_config(
+        config.model,
+        tokenizer,
+        config.seq_len,
+        training=False,
+        loaded=loaded,
+        rope_scaling=config.rope_scaling,
+        named=named,
+    )
     heads = Heads.of(asked)
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:

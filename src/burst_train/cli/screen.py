@@ -97,6 +97,7 @@ class Screen:
         if self._bar:
             self._bar.stop()
         self.console.print(_table(summary, self.config.parallel.device, cut=self.config.parallel.tensor_parallel > 1))
+        self.console.print(LEGEND)
         if summary.skipped_files:
             count = summary.skipped_files
             self.console.print(f"{count} file{'s' * (count > 1)} skipped: not UTF-8 text")
@@ -112,6 +113,10 @@ class Screen:
 
 
 MOST_RANKS = 4  # whose figures are listed
+LEGEND = (
+    "Figures of several ranks are by rank. waits: seconds that it waited for exchanges and slower ranks, mean of the "
+    "steps; sent: as counted; predicted: of attention, by the plans before the step."
+)
 # On a CPU the measured memory includes more than the prediction before the start does.
 COUNTED = {"cuda": "tensors on its GPU", "cpu": "whole process: tensors, PyTorch and Python"}
 

@@ -168,7 +168,7 @@ def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig
     )
 
 
-def _train(memory: Mapping[str, int] | None, config: TrainConfig) -> None:
+def _train(memory: Mapping[str, int], config: TrainConfig) -> None:
     import torch
 
     from ..run.interrupt import InterruptedRunError
@@ -177,9 +177,11 @@ def _train(memory: Mapping[str, int] | None, config: TrainConfig) -> None:
     from .screen import Screen
 
     quieten_transformers()
-    if config.parallel.device == "cuda" and memory is not None:
+    if config.parallel.device == "cuda":
         free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
-        check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
+        warned = check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
+        if warned and launch.is_rank_0():
+            sys.stderr.write(f"{COMMAND}: {warned}\n")
     if config.parallel.device == "cuda" and config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition for a fixed order
         torch.use_deterministic_algorithms(True, warn_only=True)

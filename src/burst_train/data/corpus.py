@@ -20,6 +20,7 @@ import numpy as np
 
 from ..run.folder import first_line
 from ..run.lock import MARKER
+from .chat import check_messages
 
 STANDARD_LIBRARY = "stdlib"
 HUB = "hf:"
@@ -28,10 +29,11 @@ BROKEN_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its name for messages."""
+    """A text and its name for messages; of a conversation (``chat``), its messages and tools as JSON."""
 
     name: str
     text: str
+    chat: bool = False
 
 
 def open_corpus(data: str) -> Files | Hub:
@@ -138,8 +140,8 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip() and (text := _text_field(json.loads(line.decode("utf-8")))):
-                    yield Document(f"{name}:{number}", text)
+                if line.strip() and (document := _document_of(json.loads(line.decode("utf-8")), f"{name}:{number}")):
+                    yield document
     except BROKEN_GZIP as error:
         raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
     except RecursionError:
@@ -152,15 +154,33 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
         raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
 
 
-def _text_field(row: Any) -> str:
+def _document_of(row: Any, name: str) -> Document | None:
+    """Return the document of a row, its text or its conversation; None if it is empty, TypeError if it is wrong."""
     if not isinstance(row, dict):
-        raise TypeError(f"expected an object with a 'text' field, found {type(row).__name__}")
-    if "text" not in row:
-        raise TypeError(f"no 'text' field among {reprlib.repr(sorted(row))}")
-    if not isinstance(row["text"], str):
-        raise TypeError(f"the 'text' field holds {type(row['text']).__name__}, not a string")
+        raise TypeError(f"expected an object with a 'text' or 'messages' field, found {type(row).__name__}")
+    if "text" not in row and "messages" not in row:
+        raise TypeError(f"no 'text' field among {reprlib.repr(sorted(row))}, and no 'messages'")
+    if "text" in row and "messages" in row:
+        raise TypeError("it has both a 'text' and a 'messages' field; keep one of them")
+    if chat := "messages" in row:
+        text = _conversation_of(row)
+    elif not isinstance(text := row["text"], str):
+        raise TypeError(f"the 'text' field holds {type(text).__name__}, not a string")
     # JSON can hold lone surrogates, which no tokenizer accepts.
-    return row["text"].encode("utf-8", "replace").decode("utf-8")
+    return Document(name, text.encode("utf-8", "replace").decode("utf-8"), chat) if text else None
+
+
+def _conversation_of(row: dict[str, Any]) -> str:
+    if "chat_template_kwargs" in row:
+        raise TypeError("the field 'chat_template_kwargs' is not supported; remove it, or edit the template")
+    check_messages(row["messages"])
+    # A data set of columns holds None for what a message lacks.
+    messages = [{key: value for key, value in each.items() if value is not None} for each in row["messages"]]
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise TypeError(f"the 'tools' field holds {type(tools).__name__}, not a list")
+    return json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
 
 
 class Hub:
@@ -182,15 +202,15 @@ class Hub:
         rows = iter(self._reading())
         for index in itertools.count():
             try:
-                text = _text_field(next(rows))
+                document = _document_of(next(rows), f"{self.name}#{index}")
             except StopIteration:
                 return
             except TypeError as error:
                 raise ValueError(f"--data {HUB}{self.name}: row {index}: {error}") from None
             except Exception as error:  # datasets can raise anything, from broken files to a lost connection
                 raise ValueError(f"--data {HUB}{self.name}: row {index} can't be read: {first_line(error)}") from error
-            if text:
-                yield Document(f"{self.name}#{index}", text)
+            if document is not None:
+                yield document
 
     def _reading(self) -> Any:
         """Return a new reader of the stream; a deep copy would fail in other threads (it changes fsspec's table)."""

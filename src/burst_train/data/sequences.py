@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from .corpus import Corpus, Document, open_corpus
 from .tokenizer import Tokenizer, open_tokenizer
 
 SHUFFLED_TOKENS = 2**20
+NO_TARGET = -100
 
 
 class Position(Checked):
@@ -45,14 +47,25 @@ class Cursor(Position):
 class TokenSequence:
     """One training sequence."""
 
-    tokens: np.ndarray  # int32 [S]
+    tokens: np.ndarray  # int32 [S]: ids, and ``~id`` of a token that is no target
     cu_seqlens: tuple[int, ...] | None  # document borders ``[0, ..., S]`` of packed data; None: one document
 
     @property
+    def ids(self) -> np.ndarray:
+        """The tokens' ids, int32 [S]."""
+        return np.where(self.tokens < 0, ~self.tokens, self.tokens)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The ids of targets, -100 elsewhere, not shifted; int32 [S]."""
+        return np.where(self.tokens < 0, NO_TARGET, self.tokens)
+
+    @property
     def valid_tokens(self) -> int:
-        """Number of tokens with a target: all but the last one of each document."""
-        borders = (0, len(self.tokens)) if self.cu_seqlens is None else self.cu_seqlens
-        return sum(max(stop - start - 1, 0) for start, stop in itertools.pairwise(borders))
+        """Number of tokens that are predicted: targets, but for the first token of each document."""
+        borders = np.unique((0, len(self.tokens)) if self.cu_seqlens is None else self.cu_seqlens)
+        targets = self.tokens >= 0
+        return int(targets.sum() - targets[borders[:-1]].sum())
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,10 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
         sides.add(_hash_fraction(digest) < fraction)
         if fraction in (0, 1) or len(sides) == 2:
             return Split(fraction)
+    if len(seen) == 1 and document.chat:
+        raise ValueError(
+            "--data holds a single conversation, which can't be split; give more, or evaluate none by --held-out 0"
+        )
     return Split(fraction, tail=True) if len(seen) == 1 else Split(fraction, only=min(seen, default=None))
 
 
@@ -158,9 +175,18 @@ class SequenceReader:
     """All token sequences of a run, in an order that depends only on corpus and seed."""
 
     def __init__(
-        self, corpus: Corpus, tokenizer: Tokenizer, *, seq_len: int, packed: bool, held_out: float, seed: int
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        packed: bool,
+        held_out: float,
+        seed: int,
+        assistant_only: bool = True,
     ) -> None:
         self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed = corpus, tokenizer, seq_len, packed, seed
+        self.assistant_only = assistant_only  # whether targets of conversations are the assistant's turns alone
         self._encoding = threading.Lock()  # a thread reads training data, and tokenizers are not thread-safe
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
@@ -184,9 +210,16 @@ class SequenceReader:
         return split_documents(documents, self.seq_len, keep_rest=keep_rest)
 
     def encode(self, document: Document) -> np.ndarray:
-        """Return a document's tokens; threads take turns."""
+        """Return a document's tokens, with ``~id`` for those that are no targets; threads take turns."""
         with self._encoding:
-            return self.tokenizer.encode(document.text)
+            if not document.chat:
+                return self.tokenizer.encode(document.text)
+            chat = json.loads(document.text)
+            try:
+                ids, targets = self.tokenizer.encode_chat(chat, assistant_only=self.assistant_only)
+            except ValueError as error:
+                raise ValueError(f"--data, {document.name}: {error}") from error
+            return np.where(targets, ids, ~ids)
 
     def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
         return (doc for doc in documents if self.packed or len(self.encode(doc)) >= self.seq_len)
@@ -370,6 +403,7 @@ def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
         packed=config.packed,
         held_out=data.held_out,
         seed=config.run.seed,
+        assistant_only=data.chat_loss == "assistant",
     )
     return reader, tokenizer
 
@@ -378,9 +412,9 @@ def epochs_text(config: TrainConfig, tokens: int | None) -> str:
     """Say how often a run reads its data, of ``tokens`` per epoch; None: more than the shuffle's buffer holds."""
     read = config.run.steps * config.sequences_per_step * config.data.seq_len
     if tokens is None:
-        return f"more than {SHUFFLED_TOKENS:,} tokens to train on; {config.run.steps} steps read {read:,}"
+        return f"more than {SHUFFLED_TOKENS:,} tokens in the training documents; {config.run.steps} steps read {read:,}"
     epochs = f"{read / tokens:,.2f} epochs"
-    return f"{tokens:,} tokens to train on; {config.run.steps} steps read {read:,}, which is {epochs}"
+    return f"{tokens:,} tokens in the training documents; {config.run.steps} steps read {read:,}, which is {epochs}"
 
 
 def digest_of(sequences: Iterable[TokenSequence]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 
 from ..presets import PRESETS
 from ..run.folder import first_line
+from .chat import encode_chat
 
 BYTES = "bytes"
 OPENS, CLOSES = 256, 257
+Encoded = tuple[np.ndarray, np.ndarray]  # int32 ids; bool: whether each is a target
 
 
 class ByteTokenizer:
@@ -28,6 +31,10 @@ class ByteTokenizer:
         tokens = np.empty(len(data := text.encode()) + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = OPENS, np.frombuffer(data, np.uint8), CLOSES
         return tokens
+
+    def encode_chat(self, chat: Mapping[str, Any], *, assistant_only: bool) -> Encoded:
+        """Refuse: bytes have no chat template."""
+        raise ValueError(f"the tokenizer {BYTES} has no chat template for 'messages'; name another by --tokenizer")
 
     def save(self, folder: Path) -> None:
         """Save the same ids for ``AutoTokenizer``: a byte-level BPE without merges, which adds no end token."""
@@ -65,6 +72,12 @@ class HubTokenizer:
         opened = [] if self.bos_id is None else [self.bos_id]
         closed = [] if self.eos_id is None else [self.eos_id]
         return np.array([*opened, *body, *closed], np.int32)
+
+    def encode_chat(self, chat: Mapping[str, Any], *, assistant_only: bool) -> Encoded:
+        """Return a conversation's ids and targets, as :func:`~burst_train.data.chat.encode_chat`."""
+        if not self.inner.chat_template:
+            raise ValueError("the tokenizer has no chat template for 'messages'; name one that has by --tokenizer")
+        return encode_chat(self.inner, chat["messages"], chat["tools"], assistant_only=assistant_only)
 
     def save(self, folder: Path) -> None:
         """Save it. Special tokens in text stay split, unless a chat template writes them out."""

@@ -18,6 +18,7 @@ from burst_attention.planner.choice import TIE
 
 from ..memory import RematName, Saving
 from ..parallel import FOREIGN, choose
+from ..presets import PRESETS
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
 from .memory import OVERLAPPING, REMATS, Step
@@ -123,16 +124,23 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
     try:
         q = request.cut(int(ranks)) if ranks else request
         _check(base, q)
-        step = predicted_step(base, q)
-        # burst train plans for two forwards with --remat layer, so plan again.
-        if not step.whole and q.remat is None and step.remat == "layer":
-            step = predicted_step(base, replace(q, remat=step.remat))
-            step = replace(step, q=replace(step.q, remat=None))
+        step = _planned(base, q)
+        if base == "auto" and step.caches_too_much:
+            step = min(step, _planned(base, q, caches=False), key=lambda each: (not each.fits, each.seconds))
         return step.forecast(name)
     except ValueError as error:
         if name == request.strategy:  # the request has no prediction at all
             raise
-        return Forecast(strategy=name, refused=str(error))
+        return Forecast(strategy=name, refused=str(error).replace(f"--strategy {base} ", "it ", 1))
+
+
+def _planned(name: str, q: ForecastRequest, *, caches: bool = True) -> PredictedStep:
+    step = predicted_step(name, q, caches=caches)
+    # burst train plans for two forwards with --remat layer, so plan again.
+    if not step.whole and q.remat is None and step.remat == "layer":
+        step = predicted_step(name, replace(q, remat=step.remat), caches=caches)
+        step = replace(step, q=replace(step.q, remat=None))
+    return step
 
 
 def _check(name: str, q: ForecastRequest) -> None:
@@ -144,11 +152,16 @@ def _check(name: str, q: ForecastRequest) -> None:
     choose(name, attention_chunks=q.saving.attention_chunks).check(q.model, q.seq_len, q.sharing)
 
 
-def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True) -> PredictedStep:
-    """Return the step of a strategy; with ``timed`` False only what its memory depends on."""
+def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True, caches: bool = True) -> PredictedStep:
+    """Return the step of a strategy; with ``timed`` False only what its memory depends on.
+
+    ``caches`` False: attention caches no gathered q, k and v, where the strategy leaves that open.
+    """
     if name in FOREIGN:
         return _tensor(q)
     ways, strategy = [], strategy_of(name).over(q.sharing)
+    if not caches:
+        strategy = replace(strategy, cache_qkv=False)
     if q.joined > 1:
         strategy = replace(strategy, layout="balanced")
     chunks = q.saving.attention_chunks
@@ -217,7 +230,7 @@ class PredictedStep:
         q, remat, peak = self.q, self.remat, self.q.cluster.device.peak
         parts: dict[str, Any] = self._seconds(remat)
         moved, sums = self.parameters, q.tensor_sums(remat)
-        seconds, ranks = sum(parts.values()), q.cluster.ranks * q.tensor_parallel
+        seconds, ranks = self.seconds, q.cluster.ranks * q.tensor_parallel
         memory: dict[str, Mapping[str, int]] = {each: held for each in self._remats if (held := self.memory(each))}
         known = bool(memory) and q.limit is not None
         return Forecast(
@@ -230,7 +243,7 @@ class PredictedStep:
             | ({"tensor": (sums.inside, sums.across)} if q.tensor_parallel > 1 else {}),
             memory=memory,
             remat=remat,
-            fits=self._fits(remat) if known else None,
+            fits=self.fits if known else None,
             longest=self.longest(self._remats[-1] if q.remat is None else remat) if known else None,
             steps={each: sum(self._seconds(each).values()) for each in self._remats},
             tokens_per_second=q.batch * q.seq_len / (seconds * ranks) if seconds else 0.0,
@@ -239,6 +252,25 @@ class PredictedStep:
             standing=next((call.standing for _, call in self.calls if call.standing), None),
             ways=self.ways,
         )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self._seconds(self.remat).values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits; True if that is unknown."""
+        return self._fits(self.remat)
+
+    @property
+    def caches_too_much(self) -> bool:
+        """Whether attention caches q, k and v, and the step lacks the memory to recompute least.
+
+        The planner weighs the time of a call, not memory. A call without a cache may then make a shorter step.
+        """
+        q, caches = self.q, any(way.groups.keep for way in self.ways)
+        return caches and q.remat != "layer" and not (self.fits and self.remat == (q.remat or self._remats[0]))
 
     def _of_calls(self, name: str, remat: RematName) -> float:
         """Return the sum of a figure over all attention calls of a step; a recomputed layer's forward runs twice."""
@@ -308,7 +340,11 @@ class PredictedStep:
 
     def _flags(self) -> Iterator[str]:
         q, saving, tokens = self.q, self.q.saving, self.q.seq_len // self.q.joined
-        yield f"--model {q.model.name} --seq-len {tokens} --max-positions {tokens}"
+        yield f"--model {q.model.name} --seq-len {tokens}"
+        if q.rope_scaling is not None:
+            yield f"--rope-scaling {q.rope_scaling}"
+        elif q.too_long and q.model.name not in PRESETS:
+            yield f"--max-positions {tokens}"
         yield from filter(None, [self.flags])
         yield from [f"--tensor-parallel {q.tensor_parallel}"] * (q.tensor_parallel > 1)
         yield f"--dtype {str(q.dtype).removeprefix('torch.')}"

@@ -22,8 +22,9 @@ from burst_attention.integrations.hf.known import mechanism, mixers_of
 
 from ..parallel import Heads
 from ..parallel.body import attention_reaches, build_empty, decoder_layers
-from ..presets import PRESETS
+from ..presets import POSITIONS, PRESETS, has_own_positions
 from ..step.model import load_config
+from ..step.positions import scale_rope
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
@@ -49,6 +50,7 @@ class Model(Heads):
     head_products: int  # multiplications per token in the head
     tied: bool  # embedding and head are one matrix
     reaches: tuple[Reach, ...]  # what each attention sees
+    positions: int | None = None  # max_position_embeddings; None: not stated, or as many as the run needs
 
     @classmethod
     def read(cls, config: Any, name: str) -> Model:
@@ -76,6 +78,7 @@ class Model(Heads):
             head_products=head.numel(),
             tied=head is model.get_input_embeddings().weight,
             reaches=tuple(reaches),
+            positions=getattr(config, POSITIONS, None) if has_own_positions(name) else None,
         )
 
     def cut(self, ranks: int) -> Model:
@@ -135,21 +138,26 @@ class Model(Heads):
         return self.layers_size + self.root_size
 
 
-def model_of(name: str) -> Model:
+def model_of(name: str, rope_scaling: str | None = None) -> Model:
     """Return the model of a preset, a folder or a name on the hub; ValueError if its work is not predicted."""
     if name in PRESETS:
-        return _preset(name)
-    config = load_config(name)
+        return _preset(name, rope_scaling)
+    return _read(load_config(name), name, rope_scaling)
+
+
+@cache
+def _preset(name: str, rope_scaling: str | None) -> Model:
+    kind, sizes = PRESETS[name]
+    return _read(CONFIG_MAPPING[kind](**sizes), name, rope_scaling)
+
+
+def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
+    if rope_scaling is not None:
+        scale_rope(config, rope_scaling, model=name)
     try:
         return Model.read(config, name)
     except ValueError as error:
         raise ValueError(f"--model {name!r} {error}") from None
-
-
-@cache
-def _preset(name: str) -> Model:
-    kind, sizes = PRESETS[name]
-    return Model.read(CONFIG_MAPPING[kind](**sizes), name)
 
 
 def _matrix(parameter: nn.Parameter) -> Matrix:

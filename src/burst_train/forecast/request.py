@@ -97,6 +97,8 @@ class ForecastRequest:
     saving: Saving = field(default_factory=Saving)
     strategy: str = "auto"
     layout: str = "auto"  # of the strategy, once it is chosen
+    rope_scaling: str | None = None
+    assumed: str = ""  # a note on hardware that was not named
     compares_meshes: bool = False  # whether tensor parallelism is predicted too
     tensor_parallel: int = 1  # of a request from :meth:`cut`: how many times as many ranks there are
 
@@ -134,6 +136,11 @@ class ForecastRequest:
         size = self.batch * self.tokens * self.model.hidden * (self.io * (sums + 1) + max(4, self.io))
         ranks, calls = self.tensor_parallel, 2 * (sums + 2)  # a sum is a scatter and a gather
         return gather(2 * size, ranks, ranks, self.cluster.rates, calls=calls)
+
+    @property
+    def too_long(self) -> bool:
+        """Whether a sequence has more tokens than the model has positions."""
+        return self.model.positions is not None and self.seq_len // self.joined > self.model.positions
 
     @property
     def sharing(self) -> int:

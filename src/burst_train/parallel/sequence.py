@@ -54,7 +54,7 @@ class SequenceParallelism:
             lacking = NAMES[heads.options[0]]
             raise ValueError(
                 f"--strategy {self.name} has no {lacking}, which the attention of a {heads.family} has; "
-                "leave --strategy out"
+                "choose another strategy"
             )
         if heads.q_heads:
             self._check_degree(heads.of_chunk(self.attention_chunks), world)

@@ -59,7 +59,7 @@ class TensorParallelism:
         if heads.family not in FAMILIES:
             raise ValueError(
                 f"--strategy {self.name} can't share the projections of a {heads.family}, only those of "
-                f"{', '.join(FAMILIES)}; leave --strategy out"
+                f"{', '.join(FAMILIES)}; choose another strategy"
             )
         sizes = {
             "query heads": heads.q_heads,
@@ -71,7 +71,7 @@ class TensorParallelism:
             if size % world:
                 raise ValueError(
                     f"--strategy {self.name} shares {size} {what} equally, but {world} ranks don't divide them; "
-                    "use a number of ranks that does, or leave --strategy out"
+                    "use a number of ranks that does, or another strategy"
                 )
 
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
@@ -99,7 +99,7 @@ class TensorParallelism:
         if left:
             raise ValueError(
                 f"--strategy {self.name} can't distribute {', '.join(left)}: their gradients would not be summed; "
-                "leave --strategy out"
+                "choose another strategy"
             )
         from .body import shard_parameters  # imports transformers
 

@@ -28,6 +28,7 @@ def draw_losses(
 ) -> None:
     """Draw a PNG of losses by step with their moving average, the final held-out loss, and those during the run."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -42,6 +43,7 @@ def draw_losses(
     if held_out is not None:
         axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

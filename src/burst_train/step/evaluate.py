@@ -111,7 +111,12 @@ class _Evaluator:
         self.length = len(self.sequences[0].tokens)
         self.dtype = config.as_training.model.compute_dtype(context.device.type)
         self.model_config = model_config(
-            config.model, tokenizer, config.seq_len, training=False, named=config.as_training.data.tokenizer
+            config.model,
+            tokenizer,
+            config.seq_len,
+            training=False,
+            rope_scaling=config.rope_scaling,
+            named=config.as_training.data.tokenizer,
         )
         self.windows = windows_of(self.model_config)
         self.reference: dict[int, Tensor] | None = None

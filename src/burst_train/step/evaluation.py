@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
 
+import tyro
 from pydantic import TypeAdapter
 
 from burst_attention.cli.flags import (
@@ -26,34 +27,39 @@ from burst_attention.cli.flags import (
 )
 
 from ..config import (
+    ChatLoss,
     DataConfig,
     DtypeOrAuto,
     ModelConfig,
+    ModelName,
     PackName,
     ParallelConfig,
+    RopeScaling,
     RunConfig,
     TrainConfig,
     check_strategy,
 )
 from ..parallel import STRATEGIES
 
+STRATEGIES_HELP = (
+    f"Strategies to run, as for burst train ({', '.join(STRATEGIES)}). Several are compared token by token with single, "
+    "or else with the first that can run."
+)
 HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Measure one model's perplexity with each strategy, and how far the strategies differ per token.
+    """Measure a model's perplexity; with several strategies also how far they differ per token.
 
     Run directly, it launches local workers. Under torchrun it uses torchrun's ranks:
     torchrun --nproc-per-node 2 -m burst_attention.cli eval [OPTIONS].
     """
 
-    model: Name
-    """Folder or hub name of a model, such as one written by `burst train`, or a preset with random weights."""
+    model: ModelName
     data: Name
     """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files."""
-    strategies: Annotated[tuple[str, ...], distinct] = STRATEGIES
-    """Strategies to run, as for burst train. The reference is single, or the first one that can run."""
+    strategies: Annotated[tuple[str, ...], distinct, tyro.conf.arg(help=STRATEGIES_HELP)] = ("auto",)
     seq_len: Length = 4096
     """Tokens per sequence."""
     sequences: Count = 100
@@ -62,8 +68,12 @@ class EvalConfig:
     """Share of the documents. 1: all; otherwise those that `burst train` held out with the same --held-out."""
     pack: PackName = "documents"
     """documents: pack documents into sequences, masked from each other. none: cut each sequence from one document."""
+    chat_loss: ChatLoss = "assistant"
+    """Tokens of a conversation ('messages') that count: assistant (what the assistant wrote) or all."""
     tokenizer: Name | None = None
     """bytes, or the path or hub name of a Hugging Face tokenizer. Default: the model's; bytes for a preset."""
+    rope_scaling: RopeScaling | None = None
+    """As for burst train. A model trained with it has it in its config.json."""
     dtype: DtypeOrAuto = "auto"
     """Dtype of the computation; weights are held in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     ranks: Ranks | None = None
@@ -102,10 +112,11 @@ class EvalConfig:
                 tokenizer=self.tokenizer,
                 seq_len=self.seq_len,
                 pack=self.pack,
+                chat_loss=self.chat_loss,
                 held_out=self.held_out,
                 held_out_sequences=self.sequences,
             ),
-            model=ModelConfig(model=self.model, dtype=self.dtype),
+            model=ModelConfig(model=self.model, dtype=self.dtype, rope_scaling=self.rope_scaling),
             parallel=ParallelConfig(ranks=self.ranks, device=self.device, timeout=self.timeout),
         )
 

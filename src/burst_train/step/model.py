@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from ..data.tokenizer import BYTES, Tokenizer
 from ..memory import MemoryConfig
 from ..parallel import Heads, Parallelism
 from ..parallel.body import build_empty, run_on_shards, windows_of
-from ..presets import PRESETS
+from ..presets import POSITIONS, PRESETS
 from ..run.folder import first_line
 from .lora import add_adapters
+from .positions import set_positions
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
@@ -50,6 +52,7 @@ def model_config(
     training: bool = True,
     loaded: PreTrainedConfig | None = None,
     max_positions: int | None = None,
+    rope_scaling: str | None = None,
     named: str | None = None,
 ) -> PreTrainedConfig:
     """Return the configuration of the model that ``--model`` names; ValueError if tokenizer or positions don't fit.
@@ -61,22 +64,17 @@ def model_config(
     if model in PRESETS:
         kind, preset = PRESETS[model]
         own = {
-            "max_position_embeddings": max_positions or max(seq_len, preset.get("max_position_embeddings", 0)),
             "vocab_size": preset.get("vocab_size", tokenizer.vocab_size),
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
         }
-        config: PreTrainedConfig = CONFIG_MAPPING[kind](**(preset | own))
+        config: PreTrainedConfig = CONFIG_MAPPING[kind](**({POSITIONS: seq_len} | preset | own))
     else:
         config = loaded or load_config(model, training=training)
-        config.max_position_embeddings = max_positions or getattr(config, "max_position_embeddings", None) or seq_len
-        if training and seq_len > config.max_position_embeddings:
-            raise ValueError(
-                f"--seq-len {seq_len} exceeds the {config.max_position_embeddings} positions of --model {model!r}. "
-                f"Lower --seq-len, or give --max-positions {seq_len} if the rope_parameters in its config.json, which "
-                "do not change, suit this length"
-            )
         _check_vocabulary(model, config, tokenizer, named)
+    set_positions(
+        config, model, seq_len, training=training, max_positions=max_positions, rope_scaling=rope_scaling
+    )
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} has only {config.vocab_size} embeddings"
@@ -164,8 +162,8 @@ def ranks_of_heads(config: PreTrainedConfig, ranks: int) -> int:
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
     """Return the global batch for a strategy's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
-    ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
-    return {"input_ids": ids, "labels": ids}
+    parts = {"input_ids": [each.ids for each in sequences], "labels": [each.labels for each in sequences]}
+    return {name: torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for name, rows in parts.items()}
 
 
 class NextTokenModel(nn.Module):
@@ -283,12 +281,13 @@ def _save_memory(body: nn.Module, memory: MemoryConfig, agreement: Agreement) ->
 
 
 def _load_weights(name: str, config: PreTrainedConfig, how: Mapping[str, str], dtype: torch.dtype) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(name, **how, dtype=dtype, output_loading_info=True)
+    # --max-positions or --rope-scaling may have changed the configuration; loading changes its dtype.
+    options: dict[str, Any] = {**how, "config": deepcopy(config), "dtype": dtype}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
     model, report = loaded
     if report["missing_keys"]:
         raise ValueError(
             f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}; they would be random"
         )
-    if getattr(model.config, "max_position_embeddings", None) is not None:  # --max-positions may have raised it
-        model.config.max_position_embeddings = config.max_position_embeddings
-    return model
+    loaded_model: PreTrainedModel = model
+    return loaded_model

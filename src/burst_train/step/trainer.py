@@ -48,6 +48,7 @@ class Trainer(Run):
             self.tokenizer,
             config.data.seq_len,
             max_positions=config.model.max_positions,
+            rope_scaling=config.model.rope_scaling,
             named=config.data.tokenizer,
         )
         self.windows = windows_of(self.model_config)

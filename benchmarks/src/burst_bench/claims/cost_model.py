@@ -167,6 +167,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+LEGEND = {
+    "cluster": "nodes x ranks of each",
+    "link": "rate of each node's link",
+    "way": "what circulates, and how heads are split",
+    "predicted s": "by the planner",
+    "least s": "measured, the fastest round",
+}
+
+
 def main(arguments: list[str]) -> None:
     a = asked(CostModelArguments(), __doc__, "burst bench cost-model", arguments)
     rows: list[dict[str, Any]] = []
@@ -181,6 +190,6 @@ def main(arguments: list[str]) -> None:
         for row in rows
     )
     console = console_of_tables()
-    print_table(console, lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward", keys=6)
+    print_table(console, lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward", legend=LEGEND, keys=6)
     for name, value in summarised.items():
         console.print(f"{name}: {value:.3g}")

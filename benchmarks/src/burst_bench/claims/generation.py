@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> None:
         threads = min(world, cores())
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
         title += f"D={DIM}; rounds: {a.rounds}" + (f", links of {a.link}" if a.link else "")
-        print_table(console, [line(row) for row in found], title=title)
+        print_table(console, [line(row) for row in found], title=title, legend=LEGEND)
     a.write(model=SIZES, rows=rows)
 
 
@@ -152,6 +152,20 @@ def over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
         one = stack.enter_context(WorkerPool(1, timeout=TIMEOUT))
         many = stack.enter_context(WorkerPool(world, timeout=TIMEOUT, entries=entries))
         return [measured(one, many, context, a) for context in a.contexts]
+
+
+LEGEND = {
+    "context": "tokens of the prompt",
+    "first token, ms": "from the prompt to the first new token, median and range of the rounds",
+    "first token, ratio": "one process's time divided by ours, round by round",
+    "later token, ms": "each further token, the same way",
+    "later token, ratio": "the same of further tokens",
+    "cache per rank": "bytes of keys and values",
+    "one process's": "the same in one process",
+    "peak per rank": "the highest rank's memory, without that before the prompt",
+    "one process's peak": "the same in one process",
+    "sent per token": "bytes that a rank sends for each further token",
+}
 
 
 def line(row: dict[str, Any]) -> dict[str, str]:

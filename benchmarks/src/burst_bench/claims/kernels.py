@@ -39,6 +39,16 @@ STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FL
 DEVICE = torch.device("cuda")
 PLACE = ("tokens", "D", "mask", "pass", "kernel")
 COLUMNS = (*PLACE, "TFLOP/s", "of the best stock kernel", "of a matrix product")
+RATIO, PEAK_OF_ALL, PER_BYTE = "ratio", "all ranks' peak / ranks", "all ranks' by inputs, outputs, gradients"
+LEGEND = {
+    "D": "head dimension",
+    "TFLOP/s": "of the tiles that the mask leaves, by the median round",
+    "of the best stock kernel": "its time divided by this kernel's, median of the rounds",
+    "of a matrix product": "this rate divided by that of an 8192 x 8192 product in bf16",
+    RATIO: "median and range of the rounds",
+    PEAK_OF_ALL: "the most that was allocated at once on the one device, divided by the ranks",
+    PER_BYTE: "the same of all ranks, divided by the bytes of q, k, v, out and their gradients",
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, st
         if n:  # the first round compiles
             ratios.append(took[0] / took[1])
     sizes = {"ranks": str(world), "tokens": f"{seqlen:,}", "D": str(dim)}
-    return sizes | {"ratio": spread(ratios, ".3f")}
+    return sizes | {RATIO: spread(ratios, ".3f")}
 
 
 def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
@@ -194,8 +204,8 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
     return {
         "ranks": str(world),
         "tokens": f"{seqlen:,}",
-        "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
-        "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
+        PEAK_OF_ALL: f"{peak / 2**30:.2f} GiB",
+        PER_BYTE: f"{peak * world / (8 * tensor):.2f}",
     }
 
 
@@ -221,5 +231,5 @@ def main(arguments: list[str]) -> None:
         "memory, H = 32, D = 128, Triton": [memory(131072, 32, 128, world) for world in (1, 8)],
     }
     for title, rows in tables.items():
-        print_table(console, rows, title=title, keys=len(PLACE) if title == "kernels" else 1)
+        print_table(console, rows, title=title, legend=LEGEND, keys=len(PLACE) if title == "kernels" else 1)
     a.write(device=torch.cuda.get_device_name(), **tables)

@@ -184,8 +184,16 @@ def main(arguments: list[str]) -> None:
     a = asked(LongestArguments(), __doc__, "burst bench longest", arguments)
     console, until = console_of_tables(), time.monotonic() + 60 * a.minutes
     rows = search(a, until, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
-    print_table(console, longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks")
+    print_table(console, longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks", legend=LEGEND)
     a.write(rows=rows)
+
+
+LEGEND = {
+    "longest": "the longest sequence that fits, of lengths that double",
+    "peak per rank": "the highest rank's memory at that length, as measured",
+    "predicted": "the same, as burst train predicts it",
+    "twice that": "a step with the next length",
+}
 
 
 def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -37,6 +37,17 @@ def predicted(world: int, workload: Workload) -> int:
     return max(peak_of(each, shape, dtype, chosen, direction) for each in ranks for direction in Direction)
 
 
+PEAK, PREDICTED, ALONE = "peak per rank, MiB", "predicted", "in and out alone, MiB"
+SHARE = "x world / that of the first"
+LEGEND = {
+    "world": "number of ranks",
+    PEAK: "the highest rank's, in a forward and backward of attention",
+    PREDICTED: "the same, as the plan predicts it",
+    ALONE: "q, k, v, out and their gradients",
+    SHARE: "all ranks' peak together, divided by that of the first row",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryArguments(CallArguments):
     worlds: tuple[int, ...] = (1, 2, 4)
@@ -53,12 +64,12 @@ def main(arguments: list[str]) -> None:
         figures = {"peak": max(peak for _, peak in by_rank), "predicted": predicted(world, a.workload)}
         rows.append({"world": world, **figures, "alone": token * math.ceil(a.seq_len / world)})
     first = rows[0]["peak"] * rows[0]["world"]
-    named = {"peak": "peak per rank, MiB", "predicted": "predicted", "alone": "in and out alone, MiB"}
+    named = {"peak": PEAK, "predicted": PREDICTED, "alone": ALONE}
     lines = (
         {"world": str(row["world"])}
         | {text: f"{row[name] / 2**20:.0f}" for name, text in named.items()}
-        | {"x world / that of the first": f"{row['peak'] * row['world'] / first:.2f}"}
+        | {SHARE: f"{row['peak'] * row['world'] / first:.2f}"}
         for row in rows
     )
-    print_table(console_of_tables(), lines, title=f"{a.title}, zigzag")
+    print_table(console_of_tables(), lines, title=f"{a.title}, zigzag", legend=LEGEND)
     a.write(rows=rows)

@@ -215,13 +215,22 @@ def main(arguments: list[str]) -> None:
             rows += (found := measured(pool, source, a))
             size = f"{a.batches} batches of {a.tokens:,} tokens, documents up to {a.longest:,}"
             title = f"{source}: {ranks_text(a.ranks)}, {size}; by CPU time of the busiest rank"
-            print_table(console, lines(found, a.tokens), title=title)
+            print_table(console, lines(found, a.tokens), title=title, legend=LEGEND)
     a.write(rows=rows)
 
 
 def busiest(row: Mapping[str, Any]) -> list[float]:
     """Return the seconds of the busiest rank in each batch."""
     return [max(by_rank) for by_rank in row["seconds"]]
+
+
+LEGEND = {
+    "groups x ranks": "data-parallel groups, and the ranks of each that share its documents",
+    "tokens/s": "all tokens, divided by the CPU time of the busiest rank",
+    "ours / its": "the last row's tokens/s divided by this row's, and the range over batches",
+    "busiest / mean": "CPU time of the busiest rank, divided by the mean over ranks",
+    "sent per rank": "bytes in a step, mean over ranks",
+}
 
 
 def lines(rows: Sequence[Mapping[str, Any]], tokens: int) -> list[dict[str, str]]:

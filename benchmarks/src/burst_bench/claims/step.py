@@ -180,8 +180,15 @@ def report(a: StepArguments) -> None:
         with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
             rows.append(measured((one, many), (Side(name, None, a), Side(name, kernel, a)), a))
         title = f"{name}, {ranks_text(world)}, S={a.seq_len}, {a.dtype}, {a.device}; {a.rounds} rounds"
-        print_table(console_of_tables(), _lines(rows[-1], a.seq_len), title=title)
+        print_table(console_of_tables(), _lines(rows[-1], a.seq_len), title=title, legend=LEGEND)
     a.write(rows=rows)
+
+
+LEGEND = {
+    "stock": "transformers with PyTorch's own attention, on one rank",
+    "rows": "median and range of the rounds; seconds: a step of the slowest rank; MFU: the model's operations, as a "
+    "share of the device's peak; CPU time: of all ranks; memory: the highest rank's peak; first step: with compilation",
+}
 
 
 def _lines(row: dict[str, Any], tokens: int) -> list[dict[str, str]]:
