@@ -176,9 +176,9 @@ class ParallelConfig:
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
     balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
     strategy: Name = "auto"
-    """How ranks share a sequence: auto (fastest attention as predicted), burst, ring, zigzag-ring, all-gather, ulysses, usp, usp:U,
-    or fields of a Strategy such as layout=zigzag,ulysses_degree=4. To compare with: tensor, tensor-sequence, single.
-    All give the same loss."""
+    """How ranks share a sequence: auto (fastest attention as predicted), burst, ring, zigzag-ring, all-gather, ulysses,
+    usp, usp:U, or fields of a Strategy such as layout=zigzag,ulysses_degree=4. To compare with: tensor,
+    tensor-sequence, single. All give the same loss."""
     device: DeviceOrAuto = "auto"
     """auto: GPUs if the machine has one for every rank; otherwise the CPU."""
     timeout: Seconds = 600.0

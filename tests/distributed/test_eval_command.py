@@ -53,9 +53,8 @@ def documents(tmp_path_factory):
 
 @pytest.fixture
 def asked(run, documents):
-    return EvalConfig(
-        model=str(run / "model"), data=str(documents), seq_len=SEQ_LEN, sequences=SEQUENCES, device="cpu", timeout=60
-    )
+    sizes = {"seq_len": SEQ_LEN, "sequences": SEQUENCES, "device": "cpu", "timeout": 60}
+    return EvalConfig(model=str(run / "model"), data=str(documents), strategies=STRATEGIES, **sizes)
 
 
 def by_transformers(config):
@@ -254,7 +253,9 @@ def start(*words):
 @pytest.mark.slow
 def test_the_command_shows_every_strategy_and_writes_json(pools, asked, tmp_path):
     script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
-    status, reported, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
+    status, reported, wrong = start(
+        script, *flags(asked, "--ranks", "2", "--json", str(path), "--strategies", *STRATEGIES)
+    )
     assert status == 0, wrong
     expected = {result.strategy: result for result in pools(2).run(evaluate, asked)[0]}
     rows = {line.split()[0]: line for line in reported.split("───\n")[-1].splitlines()[: len(STRATEGIES)]}
@@ -279,7 +280,7 @@ def test_torchrun_evaluates_and_tells_what_is_refused(asked):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
     status, reported, wrong = start(*torchrun, *flags(asked, "--strategies", "burst", "ulysses"))
     assert status == 0, wrong
-    assert reported.count("greatest difference") == 1, "one rank speaks"
+    assert reported.count("greatest difference:") == 1, "one rank speaks"
     assert "ulysses is left out: " in reported and "4 query heads" in reported
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from burst_attention.cli.generate import _digest, _read_tokens, main
+from burst_attention.cli.generate import GenerateArguments, _digest, _read_tokens, main
 from tests.support.hybrid_models import make_hybrid
 from tests.support.processes import is_alive, workers_of
 
@@ -111,6 +111,27 @@ def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
         monkeypatch.setenv(name, "0")
     assert main(["--model", "absent", "--prompt", "-"]) == 2
     assert "torchrun's ranks share one standard input; pass a file" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_name_on_the_hub_is_taken_as_training_takes_it(monkeypatch, tmp_path, folder, capsys):
+    """The hub's cache stands in for the hub."""
+    snapshot = tmp_path / "models--who--tiny" / "snapshots" / "0123"
+    shutil.copytree(folder, snapshot)
+    (tmp_path / "models--who--tiny" / "refs").mkdir()
+    (tmp_path / "models--who--tiny" / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = GenerateArguments(model="who/tiny", prompt="-", max_new_tokens=5)
+    object.__setattr__(asked, "text", "some text")
+    asked.check()
+    assert AutoModelForCausalLM.from_pretrained("who/tiny").config.vocab_size == 257
+    for name, text in (
+        ("who/other", "--model who/other: its configuration or tokenizer can't be loaded: "),
+        (str(tmp_path / "none"), "there is no such folder; pass a model's folder or its hub name"),
+        (str(tmp_path), "has no config.json; pass a model's folder or its hub name"),
+    ):
+        assert main(["--model", name, "--prompt", str(folder / "prompt.txt")]) == 2
+        assert text in flat(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Hardware, make_plan
+from burst_attention.cli import main
+from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 from burst_train.checkpoint import writer as draft
 from burst_train.checkpoint.manifest import discard
@@ -167,6 +169,30 @@ def test_changed_data_is_reported(pools, corpus, tmp_path, interrupted):
         for path in Path(corpus).iterdir():
             if path.suffix == ".kept":
                 path.rename(path.with_suffix(".txt"))
+
+
+@pytest.mark.parametrize("change", ["setting", "data"])
+def test_what_a_run_can_not_resume_with_starts_no_rank(corpus, tmp_path, interrupted, monkeypatch, capsys, change):
+    """Status 2: not started."""
+    out = str(shutil.copytree(interrupted, tmp_path / "run"))
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: 0)
+    resumed = ["train", "--out", out, "--resume", "--ranks", "2", "--device", "cpu"]
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(resumed) == 0, "it would start"
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    if change == "setting":
+        assert main([*resumed, "--seq-len", "64"]) == 2
+        assert "--seq-len 64 differs from the checkpoint state.json, which has 97; omit" in capsys.readouterr().err
+        return
+    held = {path: path.read_text() for path in Path(corpus).iterdir()}
+    try:
+        for path, text in held.items():
+            path.write_text(text.replace("sense", "cents"))
+        assert main(resumed) == 2
+        assert "--data is not the data of the checkpoint: document" in capsys.readouterr().err
+    finally:
+        for path, text in held.items():
+            path.write_text(text)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(pools, corpus, tmp_path, interrupted):

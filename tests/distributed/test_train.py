@@ -20,7 +20,10 @@ from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
 from burst_train.cli.train import parse
 from burst_train.data.sequences import open_sequences
+from burst_train.step.evaluate import evaluate
+from burst_train.step.evaluation import EvalConfig
 from burst_train.step.loop import Trainer, train
+from tests.support.chat import chat_model, write_chat
 from tests.support.training import config_of, events, losses, metrics, norms, records, saved_model, summary_of, weights
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -77,11 +80,11 @@ def one_device(model, sequences):
     for sequence in sequences:
         borders = sequence.cu_seqlens or (0, len(sequence.tokens))
         for start, stop in itertools.pairwise(borders):
-            ids = torch.tensor(sequence.tokens[start:stop], dtype=torch.int64)[None]
+            ids, labels = (torch.tensor(x[start:stop], dtype=torch.int64) for x in (sequence.ids, sequence.labels))
             if stop - start > 1:
-                logits = model(ids, use_cache=False).logits[0, :-1]
-                total = total + F.cross_entropy(logits, ids[0, 1:], reduction="sum")
-                count += stop - start - 1
+                logits = model(ids[None], use_cache=False).logits[0, :-1]
+                total = total + F.cross_entropy(logits, labels[1:], reduction="sum")
+                count += (labels[1:] != -100).sum().item()
     return total / count
 
 
@@ -110,6 +113,88 @@ def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, chang
     for _, grads, _ in results:
         for key, parameter in plain.named_parameters():
             assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """(conversations in a file, the folder of a model with a chat template)."""
+    folder = tmp_path_factory.mktemp("chat")
+    return write_chat(folder / "chat.jsonl"), chat_model(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [(2, {"accumulate": 2}), (4, {"packing": "balanced", "batch": 2}), (2, {"strategy": "tensor", "seq_len": 96})],
+)
+def test_gradients_of_conversations_are_those_of_one_device(pools, chat, tmp_path, world, changes):
+    """The loss is that of the assistant's turns: transformers gets -100 for all other tokens."""
+    data, model = chat
+    config = config_of(data, tmp_path, model=model, dtype="float64", **changes)
+    results = pools(world).run(gradients, config)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    sequences = list(itertools.islice(open_sequences(config)[0].training(), config.sequences_per_step))
+    assert 0 < sum(each.valid_tokens for each in sequences) < 0.8 * sum(len(each.tokens) for each in sequences)
+    expected = one_device(plain, sequences)
+    expected.backward()
+    for loss, grads, _ in results:
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
+        for key, parameter in plain.named_parameters():
+            assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+
+
+def test_conversations_are_evaluated_and_resumed_as_they_are_trained(pools, chat, tmp_path):
+    data, model = chat
+    config = config_of(data, tmp_path / "whole", model=model, steps=3, held_out=0.3)
+    summary = pools(2).run(train, config)[0]
+    reader, _ = open_sequences(config)
+    held_out = list(itertools.islice(reader.held_out(), 3))
+    assert summary.held_out_tokens == sum(each.valid_tokens for each in held_out)
+    trained = str(tmp_path / "whole" / "model")
+    with torch.no_grad():
+        expected = one_device(AutoModelForCausalLM.from_pretrained(trained), held_out).item()
+    assert summary.held_out_loss == pytest.approx(expected, abs=1e-5)
+    asked = {"data": data, "seq_len": 97, "held_out": 0.3, "sequences": 3, "device": "cpu"}
+    (evaluated,) = pools(2).run(evaluate, EvalConfig(model=trained, **asked))[0]
+    assert evaluated.tokens == summary.held_out_tokens
+    assert evaluated.loss == pytest.approx(expected, abs=1e-5)
+    (every,) = pools(2).run(evaluate, EvalConfig(model=trained, **asked, chat_loss="all"))[0]
+    assert every.tokens > 1.3 * evaluated.tokens
+    early = replace(config, run=replace(config.run, out=str(tmp_path / "early"), steps=2))
+    early = replace(early, optim=replace(early.optim, decay_steps=3))
+    pools(2).run(train, early)
+    pools(2).run(train, replace(early, run=replace(early.run, steps=3, resume="newest")))
+    assert losses(tmp_path / "early") == losses(tmp_path / "whole")
+
+
+def test_a_scaled_rope_trains_evaluates_and_is_saved_as_transformers_has_it(pools, corpus, tmp_path):
+    """--rope-scaling yarn:2 on a model of 48 positions, in sequences of 96."""
+    sizes = {**SMALL, "max_position_embeddings": 48, "initializer_range": 0.2}
+    source = saved_model(MistralConfig(**sizes, head_dim=8, sliding_window=None), tmp_path / "short", 3)
+    shared = {"model": source, "tokenizer": "bytes", "seq_len": 96, "rope_scaling": "yarn:2"}
+    config = config_of(corpus, tmp_path / "run", **shared, dtype="float64", save_dtype="float64", lr=1e-30, steps=1)
+    loss, grads, _ = pools(2).run(gradients, config)[0]
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 48, "rope_theta": 10_000.0}
+    plain = AutoModelForCausalLM.from_pretrained(
+        source, rope_parameters=yarn, max_position_embeddings=96, dtype=torch.float64
+    )
+    reader, _ = open_sequences(config)
+    expected = one_device(plain, itertools.islice(reader.training(), 1))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-10)
+    assert all(relative(grads[f"model.{key}"], p.grad) < 1e-9 for key, p in plain.named_parameters())
+    summary = pools(2).run(train, config)[0]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float64)
+    assert saved.config.rope_parameters == plain.config.rope_parameters
+    assert saved.config.max_position_embeddings == 96
+    held_out = list(itertools.islice(reader.held_out(), 3))
+    with torch.no_grad():
+        of_yarn = one_device(saved, held_out).item()
+        unscaled = one_device(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64), held_out).item()
+    assert summary.held_out_loss == pytest.approx(of_yarn, abs=1e-10) and abs(of_yarn - unscaled) > 1e-4
+    asked = {"data": corpus, "seq_len": 96, "held_out": 0.2, "sequences": 3, "device": "cpu", "dtype": "float64"}
+    asked |= {"model": source, "tokenizer": "bytes", "rope_scaling": "yarn:2"}
+    (evaluated,) = pools(1).run(evaluate, EvalConfig(**asked))[0]
+    assert evaluated.loss == pytest.approx(of_yarn, abs=1e-10)
 
 
 # What is loaded and what is left behind

@@ -455,6 +455,9 @@ COMMANDS: Cases = [
         "burst train --max-positions 15 --seq-len 16 --data tiny.txt --out fresh",
         "exit status 2: --max-positions 15 is less than --seq-len 16; raise it to at least that",
     ),
+    ("burst train --rope-scaling dynamic:4", "exit status 2: --rope-scaling 'dynamic:4' must be yarn:FACTOR with a"),
+    ("burst train --rope-scaling yarn:4 --data tiny.txt", "exit status 2: --rope-scaling yarn:4: --model 'tiny' takes"),
+    ("burst train --ignore-memory 32", "exit status 2: --ignore-memory '32' must be an amount with its unit (GiB,"),
     ("burst train --batch 2", "exit status 2: --batch 2 needs --pack none or --packing balanced, because packed"),
     ("burst train --packing balanced", "exit status 2: --batch 1 leaves --packing balanced one sequence; give the"),
     ("burst train --packing balanced --batch 2 --strategy ring", "exit status 2: --strategy ring has no layout"),
@@ -479,6 +482,7 @@ DATA: Cases = [
     ("read('rows.jsonl', b'{\"text\": 3.5}')", "ValueError: --data rows.jsonl:1: the 'text' field holds float,"),
     ("read('rows.jsonl', b'{\"Text\": \"a\"}')", "ValueError: --data rows.jsonl:1: no 'text' field among ['Text']"),
     ("read('rows.jsonl', b'[{\"text\": \"a\"}]')", "ValueError: --data rows.jsonl:1: expected an object with a"),
+    ("read('rows.jsonl', b'{\"messages\": [3]}')", "ValueError: --data rows.jsonl:1: message 1 has no 'role'"),
     ("read('rows.jsonl.gz', b'text')", "ValueError: --data rows.jsonl.gz:1: broken gzip data (Not a gzipped file"),
     ("read('hf:')", "ValueError: --data hf:: give the data set's name, as in hf:allenai/c4:en"),
     (

@@ -24,6 +24,7 @@ TABLE = {
         seq-len: 0 | 1 | -3 | HUGE | nan | 1e3 | '' | 1G | K | 1.5M | 9999999M ; ranks: 0 | HUGE
         nodes: 0 | 3 | 4 --ranks 9 | HUGE ; hardware: '' | h100 | h100-hgx+token-ring | theirs/no.toml
         model: '' | llama-9 | theirs | theirs/notes.json | text.txt ; batch: -1 ; documents: 0 | 65
+        rope-scaling: dynamic:2 | yarn:2 --model tiny | yarn:2 --seq-len 16385
         remat: some ; mlp-chunks: 0 | HUGE ; attention-chunks: 0 | HUGE | 3 ; offload: all | disk: | ''
         peak-tflops: 0 | inf | -1 ; device-memory: 0 | nan ; json: '' | theirs | theirs/no/x.json
         strategy: zickzack | '' | circulate=by-car ; dtype: fp8 | float64 ; packing: most
@@ -49,6 +50,7 @@ TABLE = {
     """,
     "eval": """
         strategies: - | burst burst | größer ; model: '' | theirs | text.txt ; data: '' | nowhere | SURROGATE
+        rope-scaling: yarn:0 | yarn:2 ; chat-loss: user
         tokenizer: '' | theirs ; seq-len: 1 | HUGE ; sequences: 0 | HUGE ; held-out: 0 | 1.5 | nan | inf
         ranks: 0 | HUGE ; seed: -1 | HUGE ; timeout: 0 | nan | inf
         json: '' | theirs | text.txt | text.txt --overwrite | theirs/no/x.json | /sys/x.json
@@ -59,7 +61,9 @@ TABLE = {
         profile: 0 | 9 --steps 8 | HUGE ; wandb: '' | SURROGATE ; on-nan: perhaps | '' ; global-batch: 0
         resume: theirs/no ; out: '' | theirs | text.txt | . | SURROGATE ; config: '' | theirs | text.txt
         model: '' | theirs | größer/größer ; data: '' | theirs/no ; tokenizer: '' | theirs ; seq-len: 1 | -5 | HUGE
-        max-positions: 1 | 15 | HUGE ; lora: 0 | HUGE ; mlp-chunks: 0 | HUGE
+        max-positions: 1 | 15 | HUGE ; rope-scaling: '' | yarn | yarn:1 | yarn:nan | yarn:1e9 | linear:2 | yarn:2
+        ignore-memory: '' | 3 | 0GiB | -1GiB | nanGiB | GiB | 1e999GiB ; chat-loss: none
+        lora: 0 | HUGE ; mlp-chunks: 0 | HUGE
         remat: keep-attention --strategy tensor | some
         offload: host | host --remat layer | activations --remat layer | disk:/x | disk: | all | ''
         attention-chunks: 0 | HUGE | 2 --strategy tensor | 2 --remat keep-attention ; optimizer-offload: -

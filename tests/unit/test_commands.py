@@ -1,7 +1,9 @@
 """The ``burst`` command finds its commands, offers all there is, and names a package to install."""
 
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -17,6 +19,7 @@ from burst_attention.plan.route import ROUTES
 from burst_attention.testing import check as run_check
 from burst_attention.testing import local_world
 from burst_train.parallel import STRATEGIES, choose
+from burst_train.presets import PRESETS
 from burst_train.step.evaluation import EvalConfig
 
 
@@ -111,8 +114,23 @@ def test_a_command_offers_all_there_are(settings, field, made):
 
 def test_what_is_run_unasked_is_all_there_is():
     assert check.CheckArguments().layouts == tuple(LAYOUTS) and check.CheckArguments().circulate == tuple(CIRCULATIONS)
-    assert {*EVERY} < {*STRATEGIES} and EvalConfig(model="m", data="d").strategies == STRATEGIES
+    assert {*EVERY} < {*STRATEGIES} and EvalConfig(model="m", data="d").strategies == ("auto",)
 
 
 def test_strategies_are_called_by_their_names():
     assert [choose(name).name for name in STRATEGIES] == list(STRATEGIES)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "plan"])
+def test_help_names_every_preset(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert f"A preset with random weights ({', '.join(PRESETS)})" in printed
+
+
+def test_the_page_on_training_names_every_preset() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "train.md").read_text()
+    (listed,) = re.findall(r"is a preset \(([^)]*)\)", page)
+    assert re.findall(r"`([^`]*)`", listed) == [*PRESETS]

@@ -233,7 +233,10 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     assert ranks == config.parallel.ranks == 3
     assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 2e-3)
     assert not (tmp_path / "new").exists(), "nothing was written, so nothing is left"
-    assert "\n4,752 tokens in the training documents; 100 steps read 1,600, which is 0.34 epochs\n" in capsys.readouterr().out
+    assert (
+        "\n4,752 tokens in the training documents; 100 steps read 1,600, which is 0.34 epochs\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):

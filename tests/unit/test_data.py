@@ -302,7 +302,9 @@ def test_a_stream_knows_the_tokens_of_an_epoch_once_it_has_read_one(monkeypatch,
     again = reader_of(*["x" * 94] * 7, seq_len=16, packed=packed, held_out=0.0).training(stream.cursor())
     assert next(again) is not None and again.epoch_tokens is None, "only a part of that epoch was read"
     config = TrainConfig(run=RunConfig(steps=42), data=DataConfig(seq_len=16))
-    assert epochs_text(config, 7 * 96) == "672 tokens in the training documents; 42 steps read 672, which is 1.00 epochs"
+    assert (
+        epochs_text(config, 7 * 96) == "672 tokens in the training documents; 42 steps read 672, which is 1.00 epochs"
+    )
     assert epochs_text(config, None) == "more than 16 tokens in the training documents; 42 steps read 672"
 
 

@@ -1,8 +1,10 @@
 """Every table of the commands on a terminal of 80 columns: no line is wider, and no cell is cut or folded."""
 
+import ast
 import io
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from burst_train.run.metrics import Summary
 from burst_train.step.evaluation import EvalConfig, StrategyResult
 from tests.support.bench_results import RESULTS
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 80
 LONG = "layout=zigzag,route=direct,circulate=query,ulysses_degree=8,cache_qkv=True"
 
@@ -55,6 +58,20 @@ def test_columns_beyond_the_width_follow_with_the_first_ones_repeated(screen: Co
     assert f"\n(1) {LONG}" in printed
 
 
+def test_columns_are_explained_below(screen: Console) -> None:
+    print_table(screen, [{"a": "1", "b": "2"}], legend={"b": "a figure", "c": "of other rows"}, title="a title")
+    assert screen.file.getvalue().splitlines()[-1] == "b: a figure"  # type: ignore[attr-defined]
+
+
+def test_every_table_of_the_commands_is_explained() -> None:
+    without = []
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks" / "src").rglob("*.py")]:
+        calls = [each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)]
+        tables = [call for call in calls if getattr(call.func, "id", "") == "print_table"]
+        without += [path.name for call in tables if "legend" not in {word.arg for word in call.keywords}]
+    assert without in ([], ["compare.py"]), "burst bench peers has its own explanation"
+
+
 def test_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     arguments = check.CheckArguments(seq_len=256, masks=tuple(check.MASKS), verbose=True)
@@ -86,6 +103,16 @@ def test_eval(screen: Console) -> None:
     lines = tables_of(printed)
     assert len(lines) == len(results) + 2 and any(line.startswith("tensor-sequence  12.345678") for line in lines)
     assert "\nulysses is left out: --strategy ulysses needs" in printed
+    assert "; greatest difference: a token's log-likelihood against that of single, the largest, in nats" in printed
+
+
+def test_eval_of_one_strategy_compares_nothing(screen: Console) -> None:
+    assert EvalConfig(model="tiny", data="stdlib").strategies == ("auto",)
+    figures: Any = {"loss": 1.5, "tokens": 9, "sequences": 1, "seconds": 2.0, "greatest_difference": 0.0}
+    config = EvalConfig(model="tiny", data="stdlib", ranks=2, dtype="float32")
+    evaluation.show(screen, config, [StrategyResult(strategy="auto", reference="auto", **figures)])
+    printed = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "perplexity: exp(loss)" in printed and "difference" not in printed and "reference" not in printed
 
 
 def test_bench(screen: Console) -> None:

@@ -155,3 +155,13 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch):
 @pytest.mark.long
 def test_behind_is_who_has_come_least_far(heard, reported):
     assert reported in who_is_behind(4, {rank: Where(*where) for rank, where in heard.items()}, len(heard))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, 40, 4321])
+def test_ticks_of_a_curve_are_steps(tmp_path, monkeypatch, steps):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: drawn.append(figure))
+    draw_losses(dict.fromkeys(range(1, steps + 1), 1.0), 1.5, tmp_path / "loss.png")
+    (axes,) = drawn[0].axes
+    ticks = axes.get_xticks()
+    assert len(ticks) and all(float(tick).is_integer() for tick in ticks)

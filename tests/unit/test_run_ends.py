@@ -25,14 +25,21 @@ ROOT = Path(__file__).resolve().parents[2]
 MUST_LAST = {"model": "llama-2-7b", "lora": 4, "dtype": "float64", "data": "other.txt", "tokenizer": "bytes"}
 MUST_LAST |= {"seq_len": 64, "pack": "none", "held_out": 0.3, "seed": 1, "lr": 0.5, "min_lr": 0.5}
 MUST_LAST |= {"schedule": "linear", "warmup": 3, "decay_steps": 7, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5}
-MUST_LAST |= {"eps": 0.5, "clip": 0.5, "optimizer": "adamw-8bit", "global_batch": 2}
+MUST_LAST |= {
+    "rope_scaling": "yarn:2",
+    "chat_loss": "all",
+    "eps": 0.5,
+    "clip": 0.5,
+    "optimizer": "adamw-8bit",
+    "global_batch": 2,
+}
 MAY_CHANGE = {"steps": 9, "out": "elsewhere", "overwrite": True, "save_every": "3", "keep": 7, "eval_every": 3}
 MAY_CHANGE |= {"resume": "newest", "deadline": 3.0, "step_timeout": 3.0, "profile": 3, "wandb": "project"}
 MAY_CHANGE |= {"on_nan": "skip", "deterministic": False, "held_out_sequences": 3, "save_dtype": "float16"}
 MAY_CHANGE |= {"max_positions": 8192, "ranks": 4, "data_parallel": 2, "packing": "balanced", "strategy": "ring"}
 MAY_CHANGE |= {"device": "cpu", "timeout": 3.0, "peak_tflops": 3.0, "tensor_parallel": 2, "batch": 2, "accumulate": 2}
 MAY_CHANGE |= {"remat": "layer", "offload": "host", "attention_chunks": 3, "mlp_chunks": 3, "optimizer_offload": True}
-MAY_CHANGE |= {"compile": True, "ignore_memory": True}
+MAY_CHANGE |= {"compile": True, "ignore_memory": "9GiB"}
 
 
 def with_setting(config, name, value):
@@ -57,6 +64,14 @@ def test_a_setting_that_must_last_is_refused_by_name(whole, name):
     check_same_run(whole, saved)
     with pytest.raises(ValueError, match=rf"^{flag(name)} .* differs from the checkpoint state\.json, which .*remove"):
         check_same_run(with_setting(whole, name, MUST_LAST[name]), saved)
+
+
+def test_a_setting_that_came_after_a_checkpoint_had_its_default(whole):
+    saved = settings_of(whole)
+    del saved["data"]["chat_loss"], saved["model"]["rope_scaling"]
+    check_same_run(whole, saved)
+    with pytest.raises(ValueError, match=r"^--chat-loss all differs from the checkpoint .*, which has assistant;"):
+        check_same_run(with_setting(whole, "chat_loss", "all"), saved)
 
 
 @pytest.mark.parametrize("name", MAY_CHANGE)

@@ -1,18 +1,21 @@
 """A machine's resources, the settings refused because of them, and a run's first lines."""
 
 import json
+import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from burst_attention import cli
 from burst_attention.launch import local as launch
 from burst_train.cli import preflight
+from burst_train.config import read_toml
 from burst_train.data.tokenizer import ByteTokenizer
 from burst_train.memory import MemoryConfig, check_fits, free_memory
 from burst_train.step.evaluation import EvalConfig
 from burst_train.step.export import saved_dtype
+from burst_train.step.positions import set_positions
 
 GIB = 2**30
 
@@ -45,7 +48,12 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
     parts, free = {"weights": GIB, "activations": 2 * GIB, "loss": 0}, (8 * GIB, "memory available")
     check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=2)
     check_fits(parts, None, MemoryConfig(), seq_len=64, ranks=9)
-    check_fits(parts, free, MemoryConfig(ignore_memory=True), seq_len=64, ranks=3)
+    warned = check_fits(parts, free, MemoryConfig(ignore_memory="9GiB"), seq_len=64, ranks=3)
+    assert warned.startswith("--ignore-memory 9GiB: the run will allocate 3 GiB per rank (weights 1 GiB, act")
+    assert "9 GiB for 3 ranks here; there is only 8 GiB memory available" in warned
+    assert not check_fits(parts, free, MemoryConfig(ignore_memory="9GiB"), seq_len=64, ranks=2), "it fits"
+    with pytest.raises(ValueError, match=r"--ignore-memory 8.9GiB is less than that\. .*--ignore-memory 9GiB$"):
+        check_fits(parts, free, MemoryConfig(ignore_memory="8.9GiB"), seq_len=64, ranks=3)
     with pytest.raises(
         ValueError, match=r"^--seq-len 64 is predicted to need 3 GiB per rank .*weights 1 GiB, act"
     ) as reported:
@@ -53,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
     named = (
         "9 GiB for 3 ranks here; there is only 8 GiB memory available",
         "--remat layer, --mlp-chunks 8",
-        "--ignore-memory",
+        "start anyway by naming the amount: --ignore-memory 9GiB",
     )
     assert all(part in str(reported.value) for part in named), reported.value
     with pytest.raises(ValueError) as reported:
@@ -84,9 +92,13 @@ def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(st
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("predicted peak memory of the tensors of a rank: ") and "weights 3.07 MiB" in first
     assert first.endswith("; not included: PyTorch and Python themselves, about 500 MiB")
-    assert second == "model tiny, tokenizer bytes, data text.txt, strategy auto, kernel aten"
-    assert started("--strategy", "single", "--data-parallel", "2")[0] == 0
-    assert "memory is not predicted for this model and these flags" in capsys.readouterr().out
+    assert second == "model tiny with random weights, tokenizer bytes, data text.txt, strategy auto, kernel aten"
+    single = ("--strategy", "single", "--data-parallel", "2")
+    assert started(*single)[0] == 0
+    unknown = (
+        "memory is not predicted for this model and these flags; a rank holds at least weights 3.07 MiB, gradients"
+    )
+    assert unknown in capsys.readouterr().out
     monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
     assert started("--remat", "layer") == (2, [])
     reported = capsys.readouterr().err
@@ -95,7 +107,18 @@ def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(st
         and "10 MiB memory available" in reported
         and reported.count("\n") == 1
     )
-    assert started("--remat", "layer", "--ignore-memory")[0] == 0
+    assert started(*single) == (2, []), "weights, gradients and moments alone are too much"
+    assert "(weights 3.07 MiB, gradients 3.07 MiB, AdamW 6.13 MiB)" in capsys.readouterr().err
+    asked = reported.rsplit(" ", 1)[1].strip()
+    assert started("--remat", "layer", "--ignore-memory", "20MiB") == (2, [])
+    assert "--ignore-memory 20MiB is less than that" in capsys.readouterr().err
+    assert started("--remat", "layer", "--ignore-memory", asked)[0] == 0
+    assert f"--ignore-memory {asked}: the run will allocate" in capsys.readouterr().out
+
+
+def test_a_setting_from_when_it_named_no_amount_is_left_out(tmp_path):
+    (tmp_path / "config.toml").write_text('ignore_memory = true\nremat = "layer"\n')
+    assert read_toml(tmp_path / "config.toml") == {"remat": "layer"}
 
 
 @pytest.fixture
@@ -115,6 +138,34 @@ def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):
         "max_position_embeddings 100, in place of 48; RoPE as in the model's configuration" in capsys.readouterr().out
     )
     assert started(*flags, "--max-positions", "63") == (2, [])
+    capsys.readouterr()
+    assert started(*flags, "--max-positions", "47", "--seq-len", "32") == (2, [])
+    assert "--max-positions 47 would lower the 48 positions of --model" in capsys.readouterr().err
+    assert started(*flags, "--rope-scaling", "yarn:1.5")[0] == 0
+    told = capsys.readouterr().out
+    assert "max_position_embeddings 72, in place of 48; RoPE {" in told and "'factor': 1.5" in told
+    for more, said in (
+        (("yarn:1.25",), "60 positions, and --seq-len 64 exceeds them; give yarn:2, or lower --seq-len"),
+        (("yarn:2", "--max-positions", "96"), "--max-positions 96 and --rope-scaling yarn:2 both set the number"),
+        (("yarn:2", "--model", "tiny"), "--model 'tiny' takes its positions from --seq-len"),
+        (("dynamic:2",), "'dynamic:2' must be yarn:FACTOR with a factor above 1, as in yarn:4 (dynamic and longrope"),
+    ):
+        assert started(*flags, "--rope-scaling", *more) == (2, [])
+        assert said in capsys.readouterr().err
+
+
+def test_positions_that_are_learned_or_scaled_are_not_scaled(tmp_path):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 258}
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 48}
+    for config, max_positions, said in (
+        (GPT2Config(n_positions=48, n_embd=32, n_head=4, n_layer=1, vocab_size=258), None, "has no rope_parameters"),
+        (GPT2Config(n_positions=48, n_embd=32, n_head=4, n_layer=1, vocab_size=258), 96, "are learned weights"),
+        (LlamaConfig(**sizes, rope_parameters=yarn), None, "has {'rope_type': 'yarn', 'factor': 2.0"),
+        (Gemma3TextConfig(**sizes, head_dim=8), None, "has several RoPE settings, by kind of layer"),
+    ):
+        scaling = {"max_positions": max_positions} if max_positions else {"rope_scaling": "yarn:2"}
+        with pytest.raises(ValueError, match=re.escape(said)):
+            set_positions(config, "a-model", 40, **scaling)
 
 
 def test_another_models_tokenizer_is_refused(started, folder, tmp_path, capsys):

@@ -128,7 +128,6 @@ class PlanArguments:
             compares_meshes=self.tensor_parallel is None,
         )
 
-
     def _rates(self) -> tuple[Rates, str]:
         """Return the rates to plan by, and what they are if ``--hardware`` was left out."""
         on_gpus = torch.cuda.is_available()

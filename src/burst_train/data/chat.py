@@ -68,9 +68,7 @@ def _by_prefixes(tokenizer: Any, given: Mapping[str, Any]) -> tuple[np.ndarray, 
     messages, tools = given["conversation"], given["tools"]
 
     def text(stop: int, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:stop], tools=tools, tokenize=False, add_generation_prompt=prompt
-        )
+        return tokenizer.apply_chat_template(messages[:stop], tools=tools, tokenize=False, add_generation_prompt=prompt)
 
     whole, turns = text(len(messages)), list[tuple[int, int]]()
     for number, message in enumerate(messages):

@@ -42,8 +42,8 @@ from ..config import (
 from ..parallel import STRATEGIES
 
 STRATEGIES_HELP = (
-    f"Strategies to run, as for burst train ({', '.join(STRATEGIES)}). Several are compared token by token with single, "
-    "or else with the first that can run."
+    f"Strategies to run, as for burst train ({', '.join(STRATEGIES)}). Several are compared token by token with "
+    "single, or else with the first that can run."
 )
 HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
 

@@ -72,9 +72,7 @@ def model_config(
     else:
         config = loaded or load_config(model, training=training)
         _check_vocabulary(model, config, tokenizer, named)
-    set_positions(
-        config, model, seq_len, training=training, max_positions=max_positions, rope_scaling=rope_scaling
-    )
+    set_positions(config, model, seq_len, training=training, max_positions=max_positions, rope_scaling=rope_scaling)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} has only {config.vocab_size} embeddings"

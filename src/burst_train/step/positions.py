@@ -37,10 +37,10 @@ def set_positions(
     if max_positions is not None and own is not None:
         _check_raised(config, model, max_positions, own)
     if model in PRESETS:
-        own = max(own, seq_len)
+        own = max(own or 0, seq_len)
     most = config.max_position_embeddings = max_positions or own or seq_len
     if training and seq_len > most:
-        scaling = f"give --rope-scaling yarn:{ceil(seq_len / most)}, or " if can_scale(config) else ""
+        scaling = f"give --rope-scaling yarn:{ceil(seq_len / most)}, " if can_scale(config) else ""
         raise ValueError(
             f"--seq-len {seq_len} exceeds the {most} positions of --model {model!r}. Lower --seq-len, {scaling}or "
             f"give --max-positions {seq_len} if the rope_parameters in its config.json, which do not change, suit this "
@@ -79,9 +79,10 @@ def scale_rope(config: Any, scaling: str, *, model: str) -> None:
 def check_scaled(positions: int, scaling: str, *, model: str, seq_len: int) -> None:
     """Raise ValueError if ``seq_len`` exceeds a model's positions, which :func:`scale_rope` has raised."""
     if seq_len > positions:
+        enough = ceil(seq_len * yarn_factor(scaling) / positions)
         raise ValueError(
-            f"--rope-scaling {scaling} gives --model {model!r} {positions:,} positions, and --seq-len {seq_len} exceeds "
-            f"them; give yarn:{ceil(seq_len * yarn_factor(scaling) / positions)}, or lower --seq-len"
+            f"--rope-scaling {scaling} gives --model {model!r} {positions:,} positions, and --seq-len {seq_len} "
+            f"exceeds them; give yarn:{enough}, or lower --seq-len"
         )
 
 
@@ -95,8 +96,8 @@ def _check_raised(config: Any, model: str, asked: int, own: int) -> None:
     more.max_position_embeddings = asked
     if _shapes(more) != _shapes(config):
         raise ValueError(
-            f"--max-positions {asked}: the {own:,} positions of --model {model!r} are learned weights, and there are no "
-            "more; lower --seq-len"
+            f"--max-positions {asked}: the {own:,} positions of --model {model!r} are learned weights, and there are "
+            "no more; lower --seq-len"
         )
 
 

@@ -190,6 +190,8 @@ def main(arguments: list[str]) -> None:
         for row in rows
     )
     console = console_of_tables()
-    print_table(console, lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward", legend=LEGEND, keys=6)
+    print_table(
+        console, lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward", legend=LEGEND, keys=6
+    )
     for name, value in summarised.items():
         console.print(f"{name}: {value:.3g}")
