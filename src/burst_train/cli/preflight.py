@@ -186,7 +186,8 @@ def _first_lines(
         lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE {rope}")
     if parts is None:
         least = parts_text(least_memory(config, model, parallel.ranks or 1))
-        return (f"memory is not predicted for this model and these flags; a rank holds at least {least}", *lines)
+        held = f"; a rank holds at least {least}" if least else ""
+        return (f"memory is not predicted for this model and these flags{held}", *lines)
     process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
     counted = f"tensors of a rank: {binary_text(sum(parts.values()))} ({parts_text(parts)})"
     return (f"predicted peak memory of the {counted}; not included: {process}", *lines)

@@ -45,8 +45,8 @@ def encode_chat(
         if not assistant_only:
             found = tokenizer.apply_chat_template(**given, return_dict=True, tokenizer_kwargs=_AS_TOKENS)
             return (ids := np.array(found["input_ids"], np.int32)), np.ones(len(ids), bool)
-        if not tokenizer.is_fast:
-            raise ValueError(f"the tokenizer says no token's place in the text; name a fast --tokenizer, {EVERYTHING}")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"the tokenizer gives no token's place in the text; name a fast --tokenizer, {EVERYTHING}")
         if GENERATION.search(template):
             found = tokenizer.apply_chat_template(
                 **given, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_AS_TOKENS
