@@ -311,11 +311,13 @@ def changed_after_a_call(name):
     model, mesh = meshed(name, (1, 2, 2), memory=hf.Memory(attention_chunks=2))
     with torch.no_grad():
         model(**batch)
-    for layer in (*one.model.layers, *model.model.layers):
+    moved = moved_copy(one)
+    for layer in (*one.model.layers, *moved.model.layers, *model.model.layers):
         layer.self_attn.scaling *= 2.0
-    wanted, loss = stock_loss(one, batch), model(**batch).loss
-    wanted.backward(), loss.backward()
-    return abs(loss.item() / wanted.item() - 1), worst(whole_gradients(model, mesh, shards=False), gradients(one))
+    wanted, other, loss = stock_loss(one, batch), stock_loss(moved, batch), model(**batch).loss
+    wanted.backward(), other.backward(), loss.backward()
+    share = share_of_loss(loss.item(), wanted.item(), other.item())
+    return share, worst_share(whole_gradients(model, mesh, shards=False), gradients(one), gradients(moved))
 
 
 def test_chunks_of_heads_follow_a_change_over_a_mesh(pools):

@@ -16,14 +16,13 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .known import is_tempered
+from .known import CACHES, is_tempered
 from .parts import hooks_of, origin_of
 
 Refusal: TypeAlias = Callable[[str], ValueError]  # the error for a reason
 
 _OUTPUT = ("o_proj", "dense", "out_proj")
 _BY_TOKEN = ("position_embeddings", "position_ids")  # arguments that are cut to some tokens
-_CACHES = ("cache", "past_key_values")
 _COMPARED = 5  # tokens
 
 
@@ -75,7 +74,7 @@ def check_parts(module: Any, output: str, refusal: Refusal) -> None:
 def check_given(hidden: Tensor, kwargs: Mapping[str, Any], refusal: Refusal) -> None:
     """Refuse arguments that can't be cut by tokens, that need a gradient, or that would store a chunk's keys."""
     for name, value in kwargs.items():
-        if name in _CACHES and value is not None:
+        if name in CACHES and value is not None:
             raise refusal(f"{name} needs all heads")
         several = isinstance(value, (Mapping, tuple, list)) and name != "plan"
         every = [*(value.values() if isinstance(value, Mapping) else value)] if several else [value]

@@ -8,7 +8,7 @@ few tokens are compared with the layer's own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,8 +117,8 @@ class Structure:
         self._shapes, self._snapshot = _shapes_of(live), Snapshot(module.modules())
         query = config.num_attention_heads
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
-        meshes: Any = (x.device_mesh for x in live.values() if tensor_parts.along_axis(x))
-        self._axis = next(meshes, None)
+        parts: Iterator[Any] = (x for x in live.values() if tensor_parts.along_axis(x))
+        self._axis = next((x.device_mesh for x in parts), None)
         ranks = 1 if self._axis is None else self._axis.size()
         if ranks > 1 and not tensor_parts.forward_is_ours(module):
             raise self._refusal("every rank of the tensor-parallel axis computes all of its heads")
