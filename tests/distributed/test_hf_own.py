@@ -99,6 +99,8 @@ KINDS = {
     "scaled": lambda: changing(lambda self, ids, mask: {"inputs_embeds": 3 * self.model.embed_tokens(ids)}),
     "masked": lambda: changing(lambda self, ids, mask: {"input_ids": torch.where(ids == 7, 1, ids)}),
     "unmasked": lambda: changing(lambda self, ids, mask: {"input_ids": ids}),
+    "not causal": lambda: changing(lambda self, ids, mask: {"input_ids": ids, "is_causal": False}),
+    "without attentions": lambda: changing(lambda self, ids, mask: {"input_ids": ids, "output_attentions": False}),
 }
 
 
@@ -148,6 +150,7 @@ def against_one(name, loss, when, case, reduction):
         (2, "decorated", None, "before", "packed by row", "mean"),
         (2, "loss", None, "before", "padded on both sides", "mean"),
         (2, "patched", None, "before", "packed by row", "sum"),
+        (2, "without attentions", None, "before", "plain", "mean"),
     ],
 )
 def test_the_models_own_loss_or_forward(pools, world, name, loss, when, case, reduction):
@@ -172,6 +175,7 @@ def refused(name, loss, case, changes):
         ("masked", None, "plain", {}, "calls its model with another input_ids"),
         ("unmasked", None, "right padded", {}, "calls its model with another attention_mask"),
         ("twice", None, "plain", {}, "calls its model twice"),
+        ("not causal", None, "plain", {}, "calls its model with another is_causal"),
         ("random values", None, "plain", {}, "draws random values"),
         ("llama", "random", "plain", {}, "draws random values"),
         ("llama", "over padding", "right padded", {}, "depends on the logits of padding"),

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
+from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
@@ -77,6 +77,25 @@ def test_refused_calls(llama, message):
 def test_calls_that_the_refused_ones_depart_from(llama):
     for given in ({}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}):
         assert call(llama, make_plan(SEQLEN), **given).logits.isfinite().all()
+
+
+def test_only_what_is_false_by_default_passes_as_false():
+    class FlaggedForCausalLM(LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, *, stretched=False, doubled=True, **kwargs):
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    llama = hf.parallelize(make_model("llama"))
+    flagged = hf.parallelize(FlaggedForCausalLM(make_model("llama").config).double())
+    ids = make_batch()["input_ids"]
+    for model, wrong in ((llama, "is_causal"), (flagged, "doubled"), (flagged, "is_causal")):
+        with pytest.raises(ValueError, match=f"{wrong}=False is refused"):
+            model(input_ids=ids, labels=ids, **{wrong: False})
+    for model, right in (
+        (llama, {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}),
+        (flagged, {"stretched": False, "output_attentions": False}),
+    ):
+        plain = model(input_ids=ids, labels=ids).loss
+        assert torch.equal(model(input_ids=ids, labels=ids, **right).loss, plain)
 
 
 def test_an_attention_without_soft_caps_is_refused(llama):

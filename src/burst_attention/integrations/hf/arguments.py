@@ -42,6 +42,7 @@ _REMEDIES = {
         "model.generate, which runs on each rank separately; to train, use LoRA, prompt tuning or P-tuning",
     ),
     "output_attentions": "attention weights are never computed as a whole; leave it out",
+    "is_causal": "the model's configuration decides, when it is parallelized; set is_causal there, and leave it out",
 }
 
 
@@ -79,7 +80,7 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
     taken = (*BATCH, *_ANSWERED, *_IGNORED, *(vision.whole_arguments(model) or TOKENS))
     for name, value in given.items():
-        if name in taken or value is False:
+        if name in taken or has_no_effect(model, name, value):
             continue
         close = "".join(f"did you mean {each}? Otherwise " for each in difflib.get_close_matches(name, taken, 1))
         remedy = _REMEDIES.get(name, f"{close}its effect over ranks is unknown; leave it out")
@@ -94,6 +95,13 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
                 f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of it; leave it out"
             )
     _check_logits(model, given)
+
+
+def has_no_effect(model: Any, name: str, value: Any) -> bool:
+    """Return whether an argument asks for what the model does anyway, so that it can be dropped."""
+    if name == "is_causal":
+        return bool(value == model._burst.plans.causal)
+    return stub_forward.is_off(name, value, stock_class(model).forward, stock_class(vision.text_of(model)).forward)
 
 
 def _check_logits(model: Any, given: Mapping[str, Any]) -> None:

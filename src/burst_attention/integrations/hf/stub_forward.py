@@ -20,6 +20,7 @@ from .classes import stock_class
 _TRANSFORMERS = Path(transformers.__file__).parent
 _ALONE = "run the model without hf.parallelize"
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
+_MORE = ("output_attentions", "output_hidden_states", "output_router_logits")  # transformers' own: False asks for none
 
 
 def body_name(model: Any) -> str:
@@ -54,6 +55,12 @@ def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
 def _parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     own = vars(module).get("forward")  # may hold the module, so no cache may hold it
     return parameters_of(type(module).forward) if own is None else inspect.signature(own).parameters
+
+
+def is_off(name: str, value: Any, *forwards: Any) -> bool:
+    """Return whether an argument is False, as it is by default in transformers or in one of the forwards."""
+    named = (parameters_of(forward).get(name) for forward in forwards)
+    return value is False and (name in _MORE or any(each is not None and each.default is False for each in named))
 
 
 def run_body(body: Any, **given: Any) -> Any:
@@ -191,7 +198,8 @@ class Around:
             return isinstance(value, Tensor) and torch.equal(value, self._batch[name])
         if name == "output_router_logits":
             return bool(value) == self._router
-        return value is False or value is self._given.get(name)
+        body = taker_of(self._model._modules[body_name(self._model)])
+        return is_off(name, value, stock_class(body).forward) or value is self._given.get(name)
 
     def _check_random(self, before: list[Tensor]) -> None:
         """Refuse random values, which differ between ranks or repeat on all of them."""
