@@ -48,6 +48,12 @@ class MaskRequest:
     together: torch.Tensor | None = None  # int [B, S], groups that also see each other's later tokens; -1: none
     beyond: bool = False  # whether a group's tokens see each other even if the window is shorter
 
+    def __getitem__(self, rows: Any) -> MaskRequest:
+        """Return the mask itself for all its rows: models cut a mask to the queries whose logits are wanted."""
+        if any(each not in (slice(None), slice(0, None)) for each in rows):
+            raise ValueError(f"attention_mask: a part of a mask ({rows}) is not supported; the plan's mask is whole")
+        return self
+
 
 class _Running(threading.local):
     plans: Any = None  # of the call that runs on this thread, or ``ALONE``; None outside of a parallelized model
