@@ -54,6 +54,8 @@ def long(*case):
         ("gemma3", 7, 1, (3,)),
         ("gpt_oss", 1_000, 1, (2,)),
         ("deepseek_v3", 7, 1, (3,)),  # the cache holds the keys and values that are projected from latent vectors
+        ("gemma4_text", 150, 1, (3,)),
+        ("ministral3", 150, 1, (3,)),
         ("qwen3_5", 1_000, 1, (3,)),
         ("qwen3_5", 7, 1, (2,)),
         ("bamba", 1, 1, (2,)),
@@ -93,7 +95,8 @@ def padded(lengths):
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1))]
+    ("name", "lengths"),
+    [("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1)), ("ministral3", (150, 80))],
 )
 def test_a_batch_of_different_lengths(name, lengths):
     ids, mask = padded(lengths)

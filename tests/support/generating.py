@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
-from tests.support.hf_models import SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
+from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
 from tests.tools.families import model_class
 
@@ -17,10 +17,18 @@ GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": 
 POSITIONS = 32_768
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "moe_intermediate_size": 16}
+# Queries are scaled by a logarithm of their positions.
+TEMPERED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+TEMPERED |= {"llama_4_scaling_beta": 0.5}
 OTHERS = {  # whose sinks or experts transformers does not initialise
     "gpt_oss": {"num_local_experts": 4, "sliding_window": WINDOW},
     "deepseek_v2": LATENT | EXPERTS | {"first_k_dense_replace": 1},
     "deepseek_v3": LATENT | EXPERTS | {"first_k_dense_replace": 1},
+    # Layers of unlike head dims, a second table of token ids.
+    "gemma4_text": MIXED
+    | {"global_head_dim": 16, "hidden_size_per_layer_input": 8}
+    | {"vocab_size_per_layer_input": VOCABULARY},
+    "ministral3": {"rope_parameters": TEMPERED},
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burst_attention.integrations.hf import known
+from tests.support.generating import TEMPERED
 from tests.tools import families
 
 # By the configuration's layers, by a layer's own attention, by the parts of the model, by its layers.
@@ -28,6 +29,11 @@ MECHANISMS = {
     "roformer": {"encoder", "scores", "positions"},
 }
 BOTH = {None, families.WINDOW}
+# Forms that a default configuration does not have, and how they refuse to generate with a cache over ranks.
+FORMS = {
+    "gemma4_text": ({"num_kv_shared_layers": 2, "layer_types": families._MIXED}, "share keys and values"),
+    "ministral3": ({"rope_parameters": TEMPERED}, "equal"),
+}
 WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo"), BOTH) | {"mamba": set()}
 # How the others refuse to generate with a cache over ranks.
 REFUSED_CACHES = {
@@ -38,7 +44,7 @@ REFUSED_CACHES = {
     "bart": "a custom head or forward",
     "bert": "a custom head or forward",
     "roformer": "a custom head or forward",
-    "llama4_text": "has learned positions, or none that are rotary",
+    "llama4_text": "a custom attention or counts positions",
     "openai-gpt": "takes no cache",
 }
 if known.CACHE == "past_key_values":  # transformers 5.24 rewrote it: it calls the attention of the configuration
@@ -60,6 +66,15 @@ def test_equal(model_type):
     assert verdict.mechanisms == MECHANISMS.get(model_type, set())
     assert bool(verdict.logits) == (model_type in ("codegen", "cohere2", "gemma2", "bert", "roformer"))
     assert REFUSED_CACHES.get(model_type, "equal") in verdict.generates
+
+
+@pytest.mark.parametrize("model_type", FORMS)
+def test_other_forms_are_equal(monkeypatch, model_type):
+    settings, generates = FORMS[model_type]
+    monkeypatch.setitem(families.OWN, model_type, families.OWN.get(model_type, {}) | settings)
+    verdict = families.judge(model_type)
+    assert verdict.kind == "equal", verdict
+    assert generates in verdict.generates
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -23,7 +23,7 @@ from burst_attention.integrations.hf import known, tensor_axis
 from burst_attention.integrations.hf.cached import SHORT
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
-from burst_attention.integrations.hf.models import layer_windows
+from burst_attention.integrations.hf.models import by_layer, layer_windows
 
 from . import files
 from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
@@ -422,7 +422,8 @@ def _layers_of(config: Any) -> list[Layer]:
             f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
             f"state per layer; {_ALONE}"
         )
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
+    modes = getattr(config, "kv_sharing_modes", None) or ()  # "store": layers that would share, if others reused
+    if getattr(config, "num_kv_shared_layers", None) or not {*modes} <= {None, "store"}:
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
     kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
     fixed: dict[str, Callable[[], Layer]] = {"state": StateLayer, "nothing": EmptyLayer}
@@ -432,6 +433,7 @@ def _layers_of(config: Any) -> list[Layer]:
 
 def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return what a cache remembers of its model: JSON types, by name."""
-    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    every = {name: by_layer(config, name) for name in _SIZES}
+    sizes = {name: values[0] if len(values) == 1 else values for name, values in every.items()}
     rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))
     return {**sizes, "layers see": [layer.sees for layer in layers], "rope_parameters": rope}

@@ -162,7 +162,7 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     keyword: Any = passed(given)
     cache, argument = given.pop(keyword), state.passed or keyword  # generate may rename it
     for name, value in given.items():
-        if name not in (*_TAKEN, *_SILENT) and value is not False:
+        if name not in (*_TAKEN, *_SILENT) and not arguments.has_no_effect(model, name, value):
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
     if given.get("use_cache") is False:
         raise ValueError(f"use_cache=False, but {argument} is a cache; leave one of them out")
@@ -200,8 +200,7 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
     if state.memory.attention_chunks > 1:
         raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
     converted.check_cached(body, argument)
-    by_states = any(known.mixers_of(body)) and not models.embeds_positions(model)  # nothing else knows positions
-    if state.absolute and not by_states:
+    if models.embeds_positions(model) or not (models.is_rotary(model) or any(known.mixers_of(body))):
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )

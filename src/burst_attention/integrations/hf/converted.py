@@ -72,7 +72,7 @@ def check_cached(body: nn.Module, argument: str) -> None:
             raise ValueError(
                 f"{argument}: {name} ({kind}, {found}) has a state that no cache over ranks holds; leave it out"
             )
-        if isinstance(module, (OwnAttention, _Placed)) or known.gets_no_keywords(module):
+        if isinstance(module, (OwnAttention, _Placed, _Tempered)) or known.gets_no_keywords(module):
             raise ValueError(
                 f"{argument}: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
                 "ranks yet; use a model with rotary positions and plain attention"

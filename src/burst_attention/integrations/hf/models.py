@@ -47,10 +47,12 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):
             raise ValueError(f"{name}={getattr(text, name)} of the configuration is not supported; set {name}=0.0")
-    window = getattr(text, "sliding_window", None)
     used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
-    if used and window is not None and window < 1:
-        raise ValueError(f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none")
+    for window in by_layer(text, "sliding_window") if used else ():
+        if window is not None and window < 1:
+            raise ValueError(
+                f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none"
+            )
     check_rope(text)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         check_layers(text)
@@ -101,18 +103,25 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     Args:
         causal: whether the layers are. In a configuration of others the window is the largest distance.
     """
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not causal:
-        window += 1
-    unused = getattr(config, "model_type", None) in known.WITHOUT_WINDOW
-    if unused or getattr(config, "use_sliding_window", True) is False:
-        window = None
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+    windows = by_layer(config, "sliding_window", len(kinds))
+    unused = getattr(config, "model_type", None) in known.WITHOUT_WINDOW
+    if unused or getattr(config, "use_sliding_window", True) is False:
+        windows = [None] * len(kinds)
     chunk = getattr(config, "attention_chunk_size", None)
-    reaches = {"sliding_attention": window, known.CHUNKED: Chunked(chunk) if chunk else None}
+    reaches: dict[str, Reach] = {known.CHUNKED: Chunked(chunk) if chunk else None}
     reaches["local"] = getattr(config, "window_size", None)  # GPT Neo
-    return [reaches.get(kind) for kind in kinds]
+    sliding = [None if window is None else window + (not causal) for window in windows]
+    pairs = zip(kinds, sliding, strict=True)
+    return [window if kind == "sliding_attention" else reaches.get(kind) for kind, window in pairs]
+
+
+def by_layer(config: Any, name: str, count: int = 1) -> list[Any]:
+    """Return a setting ``count`` times, None where there is none; of each layer if the layers differ in it."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return [getattr(each, name, None) for each in config.per_layer_config]
+    return [getattr(config, name, None)] * count
 
 
 def windows_of(model: Any, *, causal: bool) -> list[Reach]:
@@ -137,20 +146,27 @@ def is_causal(body: nn.Module) -> bool:
     raise ValueError(f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not; {ALONE}")
 
 
-def counts_positions(model: Any) -> bool:
-    """Return whether absolute positions change a model's results, not only distances."""
-    rotary = any(known.is_called(module, "RotaryEmbedding") for module in model.modules())
-    return not rotary or embeds_positions(model)
-
-
 def embeds_positions(model: Any) -> bool:
-    """Return whether a model has learned positions, or scales that grow with the position."""
-    config = model.config.get_text_config(decoder=True)
+    """Return whether a model has learned positions: a table that token ids don't index."""
     of_tokens = set(model.get_input_embeddings().modules())  # an adapter may wrap the embeddings and copy them
-    learned = any(isinstance(module, nn.Embedding) and module not in of_tokens for module in model.modules())
-    rope = getattr(config, "rope_parameters", None)
-    scaled = getattr(config, "attn_temperature_tuning", None) or "llama_4_scaling_beta" in str(rope)
-    return learned or bool(scaled)
+    for name, table in model.named_modules():
+        by_ids = any(part.startswith("embed_tokens") for part in name.split("."))  # Gemma has one for each layer
+        if isinstance(table, nn.Embedding) and table not in of_tokens and not by_ids:
+            return True
+    return False
+
+
+def is_rotary(model: nn.Module) -> bool:
+    """Return whether a model turns queries and keys by their positions."""
+    return any(known.is_called(module, "RotaryEmbedding") for module in model.modules())
+
+
+def depends_on_places(model: Any) -> bool:
+    """Return whether a token's place matters, not only its distance to others: learned positions, growing scales."""
+    config = model.config.get_text_config(decoder=True)
+    scaled = getattr(config, "attn_temperature_tuning", None)
+    scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
+    return bool(scaled) or not is_rotary(model) or embeds_positions(model)
 
 
 @torch.compiler.disable

@@ -143,7 +143,7 @@ def _convert(base: Any, plan: Plan, **state: Any) -> None:
         PlanCache(plan, models.windows_of(base, causal=causal), causal=causal),
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
-        absolute=models.counts_positions(base),
+        absolute=models.depends_on_places(base),
         **state,
     )
     converted.convert(body)
@@ -299,7 +299,7 @@ class _Context:
                 f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
                 f"causal={causal} now; undo the change, or call hf.unparallelize(model) and hf.parallelize(model) again"
             )
-        self.form, self.absolute = _form_of(model), models.counts_positions(model)
+        self.form, self.absolute = _form_of(model), models.depends_on_places(model)
         self.plans = self.plans.with_windows(models.windows_of(model, causal=causal))
         self.read = heads.read_by(model)
 
