@@ -58,6 +58,8 @@ SMALL = (
     | dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4)
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     | dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4)
+    | dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), 96)
+    | {"index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
     | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
     | dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 32)
     | dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
@@ -156,7 +158,7 @@ def judge(model_type: str) -> Verdict:
         return _without_weights(model_type, parts, _reason(model_type, "larger than is run here"))
     try:
         alone = model_of(model_type, config, "eager")
-        expected = _one_process(model_type, alone)
+        expected = one_process(model_type, alone)
     except Exception as error:
         return _without_weights(model_type, parts, first_line(error))
     try:
@@ -189,7 +191,7 @@ def _without_weights(model_type: str, parts: torch.nn.Module, otherwise: str) ->
     return Verdict(model_type, "not built", otherwise)
 
 
-def _one_process(model_type: str, alone: Any) -> Any:
+def one_process(model_type: str, alone: Any) -> Any:
     """The output of the model's own forward, and gradients."""
     if stub_forward.has_stock_loss(alone):
         alone.loss_function = exact_loss
@@ -201,8 +203,7 @@ def _one_process(model_type: str, alone: Any) -> Any:
 
 
 def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected: Any) -> Verdict:
-    models = [model_of(model_type, config, "eager")]
-    models += [copy.deepcopy(models[0]) for _ in range(WORLD - 1)]
+    models = copies_of(alone)
     windows: set[int | None] = set()
     mechanisms = mechanisms_of(alone, config)
 
@@ -231,6 +232,15 @@ def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected:
     return verdict
 
 
+def copies_of(alone: Any) -> list[Any]:
+    """The same model for each rank, as it was before it ran in one process."""
+    models = [copy.deepcopy(alone) for _ in range(WORLD)]
+    for model in models:
+        model.zero_grad()
+        vars(model).pop("_loss_function", None)  # exact_loss
+    return models
+
+
 def _generated(model: Any, **cache: Any) -> torch.Tensor:
     ids = torch.randint(3, VOCABULARY, (1, PROMPT), generator=_generator(2))
     return model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, **cache)
@@ -255,13 +265,19 @@ def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
 def _compared(model_type, alone, expected, models, loss, logits):
     """Compare the loss, the logits and the gradient of each parameter with those of one process."""
     off = max(abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach()))
+    apart, worst = worst_of(alone, models)
+    right = off <= BOUND and apart <= GRADIENT_BOUND
+    text = "" if right else f"loss or logits by {off:.0e}, {worst} by {apart:.0e}"
+    head = _form_of(alone.get_output_embeddings(), expected.hidden, logits)
+    return Verdict(model_type, "equal" if right else "different", text, off, apart, worst, logits=head)
+
+
+def worst_of(alone: Any, models: list[Any]) -> tuple[float, str]:
+    """The largest difference of a gradient between the ranks' models and one process, and the parameter's name."""
     gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
     apart = apart_of(gradients, models)
     worst = max(gradients, key=lambda name: apart[name])
-    right = off <= BOUND and apart[worst] <= GRADIENT_BOUND
-    text = "" if right else f"loss or logits by {off:.0e}, {worst} by {apart[worst]:.0e}"
-    head = _form_of(alone.get_output_embeddings(), expected.hidden, logits)
-    return Verdict(model_type, "equal" if right else "different", text, off, apart[worst], worst, logits=head)
+    return apart[worst], worst
 
 
 def apart_of(gradients: dict[str, torch.Tensor], models: list[Any]) -> dict[str, float]:
@@ -308,19 +324,23 @@ def _form_of(head: Any, hidden: torch.Tensor, logits: torch.Tensor) -> str:
     return "" if logits.shape == product.shape and relative(logits, product) <= BOUND else "changed after the product"
 
 
-def built(model_type: str) -> tuple[PreTrainedConfig, Any]:
+def built(model_type: str, **own: Any) -> tuple[PreTrainedConfig, Any]:
     """A small configuration with which the class can be built, and the model without memory for its weights."""
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **own)
     try:
-        with torch.device("meta"):
-            return config, model_class(model_type)(copy.deepcopy(config))
+        return config, without_weights(model_type, config)
     except AttributeError:  # some classes are of a model's text alone, and can't take the whole model's configuration
         text = config.get_text_config(decoder=True)
         if text is config:
             raise
-        config = tiny_config(text.model_type)
-        with torch.device("meta"):
-            return config, model_class(model_type)(copy.deepcopy(config))
+        config = tiny_config(text.model_type, **own)
+        return config, without_weights(model_type, config)
+
+
+def without_weights(model_type: str, config: PreTrainedConfig) -> Any:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return model_class(model_type)(copy.deepcopy(config))
 
 
 @contextmanager
@@ -367,7 +387,7 @@ def model_class(model_type: str) -> Callable[..., Any]:
 def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> Any:
     """The same random weights under every attention; larger than at a first step, so that every part shows."""
     config = copy.deepcopy(config)
-    parts = built(model_type)[1]
+    parts = without_weights(model_type, config)
     own = any(map(known.scores_itself, parts.modules()))  # their classes read the implementation when they are built
     config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64

@@ -1,0 +1,262 @@
+"""Every setting of every causal model's configuration, moved: equal over three ranks, refused by name, or wrong?
+
+    python tests/tools/settings.py [MODEL_TYPE ...] [--log FILE]      writes docs/models.md without a model type
+
+Each setting that changes the loss or a gradient of a tiny random model in one process is turned over (booleans) or
+moved (numbers, names, layer types, rotary frequencies). A setting that changes nothing is tried once more beside each
+choice that another setting makes. ``--log`` keeps the outcomes, one JSON line each; a type that it has is not run again.
+
+"late" (refused, but only by the first call), "different" and "error" (no refusal by name) are bugs of ours.
+"""
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import stub_forward
+from burst_attention.testing import WorkerError, local_world
+from tests.support.hf_models import WHOLE_HEADS
+from tests.tools import families
+from tests.tools.families import BOUND, GRADIENT_BOUND, SEQLEN, WORLD, first_line, refusal
+from tests.tools.moves import SIZED, settings_of
+
+BAD = ("late", "different", "error")
+MOST, MANY = 3, 8  # values of one number that are run, and of a name, a list or rotary frequencies
+DOCUMENTS = (0, 17, 18, SEQLEN)  # of a packed batch
+TITLE = "Settings"
+
+
+@dataclass
+class Outcome:
+    """``kind``: equal, refused, late, different, error; "unchanged" settings change nothing, "fails" alone too."""
+
+    model_type: str
+    setting: str  # NAME=VALUE, and those beside which it is set
+    kind: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:10} {self.model_type:24} {self.setting:60} {self.text}"
+
+
+class Subject:
+    """A model with some settings in one process: its results, and which settings were read."""
+
+    def __init__(self, model_type: str, own: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
+        self.own = own
+        self.config, parts = families.built(model_type, **own)
+        if sum(parameter.numel() for parameter in parts.parameters()) > families.LARGEST:
+            raise ValueError("larger than is run here")
+        self.read: set[str] = set()
+        with reads(self.config, self.read):
+            self.model = families.model_of(model_type, self.config, "eager")
+            own_weights = dict(self.model.named_parameters())
+            if weights is not None and {n: x.shape for n, x in weights.items()} == {
+                n: x.shape for n, x in own_weights.items()
+            }:
+                self.model.load_state_dict(weights, strict=False)
+            self.expected = families.one_process(model_type, self.model)
+        self.results = {"loss": self.expected.loss.detach(), "hidden": self.expected.hidden}
+        for name, parameter in self.model.named_parameters():
+            self.results[name] = torch.zeros(1) if parameter.grad is None else parameter.grad
+        if not all(x.isfinite().all() for x in self.results.values()):
+            raise ValueError("not finite")
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def is_like(self, other: "Subject") -> bool:
+        """Whether another model's loss, hidden states and gradients are the same."""
+        theirs = other.results
+        return self.results.keys() == theirs.keys() and all(
+            x.shape == theirs[name].shape and torch.equal(x, theirs[name]) for name, x in self.results.items()
+        )
+
+
+@contextlib.contextmanager
+def reads(config: PreTrainedConfig, found: set[str]) -> Iterator[None]:
+    """Note the names of the settings that are read, of all configurations of this class."""
+    kind = type(config)
+    stock = kind.__getattribute__
+
+    def noting(self: Any, name: str) -> Any:
+        found.add(name)
+        return stock(self, name)
+
+    with mock.patch.object(kind, "__getattribute__", noting):
+        yield
+
+
+def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
+    """Judge each setting of a model type; ``only``: the names of those to judge."""
+    try:
+        base = Subject(model_type, {})
+    except Exception as error:
+        yield Outcome(model_type, "", "fails", first_line(error))
+        return
+    kind = families.model_class(model_type)
+    every = settings_of(base.config, kind)
+    beside: list[Subject] = []
+    effective: set[str] = set()
+    chosen = {name: values for name, values in every.items() if only is None or name in only}
+    for name, values in chosen.items():
+        count = 0
+        for own in values:
+            value = own[name]
+            if count == _most(name, value):
+                break
+            outcome, subject = _judged(model_type, base, own, name)
+            count += outcome.kind not in ("unchanged", "fails")
+            if outcome.kind != "unchanged":
+                yield outcome
+            if subject is not None and outcome.kind == "equal" and _is_choice(value):
+                beside.append(subject)
+        effective |= {name} if count else set()
+    for name, values in chosen.items():
+        if name in effective:
+            continue
+        outcomes = _beside(model_type, name, values, beside)
+        found = list(itertools.islice(outcomes, MOST))
+        yield from found or [Outcome(model_type, name, "unchanged")]
+
+
+def _most(name: str, value: Any) -> int:
+    if isinstance(value, (str, dict, list)):
+        return MANY
+    return 1 if _is_size(name) else MOST
+
+
+def _is_size(name: str) -> bool:
+    return name in SIZED or name.endswith(("eps", "epsilon", "_dim", "_size", "_act", "activation"))
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, (bool, str, list))
+
+
+def _beside(model_type: str, name: str, values: list[dict[str, Any]], beside: list[Subject]) -> Iterator[Outcome]:
+    """The outcomes of a setting that alone changes nothing, beside others."""
+    for other in beside:
+        for own in values[:2] if name in other.read else ():
+            outcome, _ = _judged(model_type, other, other.own | own, name)
+            if outcome.kind not in ("unchanged", "fails"):
+                yield outcome
+                break
+
+
+def _judged(model_type: str, base: Subject, own: dict[str, Any], name: str) -> tuple[Outcome, Subject | None]:
+    """Judge the setting ``name`` of ``own`` if it changes what ``base`` computes."""
+    setting = ", ".join(f"{name}={value}" for name, value in own.items())
+    try:
+        config = families.built(model_type, **own)[0]
+        others = {each for each, x in config.to_dict().items() if x != base.config.to_dict().get(each)} - {name}
+        if name not in base.read and not others & base.read:
+            return Outcome(model_type, setting, "unchanged"), None
+        subject = Subject(model_type, own, base.weights)
+    except Exception as error:
+        return Outcome(model_type, setting, "fails", first_line(error)), None
+    if subject.is_like(base):
+        return Outcome(model_type, setting, "unchanged"), None
+    return Outcome(model_type, setting, *over_ranks(subject, packed=not _is_size(name))), subject
+
+
+def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
+    """Compare a model over ``WORLD`` ranks with one process: the kind of its outcome, and a reason."""
+    models = families.copies_of(subject.model)
+    given = {"gradients": "sum", "timeout": 60, "strategy": WHOLE_HEADS}
+    spread = False
+    try:
+        with local_world(WORLD, timeout=60) as ranks:
+            ranks.run(lambda group: hf.parallelize(models[group.rank()], group, **given) and None)
+            spread = True
+            found = _stepped(ranks, subject.model, models, subject.expected.loss.item(), families.batch())
+            if found or not packed or not _can_be_packed(subject):
+                return ("different", found) if found else ("equal", "")
+            found = _stepped(ranks, subject.model, models, *_packed(subject.model))
+            return ("different", f"packed: {found}") if found else ("equal", "")
+    except WorkerError as error:
+        text = refusal(error)
+        if text:
+            return ("late" if spread else "refused"), text.splitlines()[0]
+        return "error", first_line(next(each for each in error.errors.values() if each))
+
+
+def _stepped(ranks: Any, alone: Any, models: list[Any], expected: float, batch: dict[str, torch.Tensor]) -> str:
+    """Run a step over the ranks; return how far its loss or a gradient is off, or an empty string."""
+
+    def rank(group: Any) -> float:
+        model = models[group.rank()]
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.item()
+
+    off = abs(ranks.run(rank)[0] / expected - 1)
+    apart, worst = families.worst_of(alone, models)
+    return "" if off <= BOUND and apart <= GRADIENT_BOUND else f"loss by {off:.0e}, {worst} by {apart:.0e}"
+
+
+def _can_be_packed(subject: Subject) -> bool:
+    """Whether each document alone says what its loss is: an auxiliary loss is of all tokens."""
+    return stub_forward.has_stock_forward(subject.model) and getattr(subject.expected, "aux_loss", None) is None
+
+
+def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and the gradients in the model, of one process that runs each document alone; the packed batch."""
+    ids, pieces = families.batch()["input_ids"], list(itertools.pairwise(DOCUMENTS))
+    alone.zero_grad()
+    logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
+    loss = F.cross_entropy(torch.cat(logits), torch.cat([ids[:, a + 1 : b].flatten() for a, b in pieces]))
+    loss.backward()
+    positions = torch.cat([torch.arange(b - a) for a, b in pieces]).repeat(2, 1)
+    return loss.item(), {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
+    parser.add_argument("--log", type=Path, help="a file of outcomes to continue")
+    parser.add_argument("--setting", action="append", help="only this setting; may be repeated")
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    log = arguments.log
+    known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
+    done = {outcome.model_type for outcome in known if outcome.kind == "done"}
+    outcomes = [outcome for outcome in known if outcome.model_type in done]
+    for model_type in arguments.model_type or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if model_type in done:
+            continue
+        for outcome in itertools.chain(
+            sweep(model_type, set(arguments.setting) if arguments.setting else None),
+            [Outcome(model_type, "", "done")],
+        ):
+            outcomes.append(outcome)
+            print(outcome, flush=True)
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+    print(Counter(outcome.kind for outcome in outcomes), transformers.__version__, torch.__version__)
+    return int(any(outcome.kind in BAD for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
