@@ -41,6 +41,14 @@ _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 _HALF = {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
 _TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 _OWN: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "text_config": {"vocab_size": 160},
+        "vision_config": {"codebook_size": 16, "latent_channels": 32, "base_channels": 32, "resolution": 16}
+        | {"channel_multiplier": [1, 1, 2], "attn_resolutions": [4], "num_res_blocks": 1},
+        "audio_config": {"codebook_dim": 32, "codebook_size": 16},
+        "image_token_offset": 100,
+        "audio_token_offset": 116,
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model"}},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 32}},
@@ -49,6 +57,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _HALF},
     "glm_ocr": {"text_config": _ROPE},
     "glmga": {"text_config": _ROPE},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 64}},
     "llama4": {
         "text_config": families.LLAMA4,
         "vision_config": {
@@ -217,7 +227,8 @@ def pixels_of(model: Any, count: int) -> dict[str, Any]:
     if "image_position_ids" in named:
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4))
         return {"pixel_values": random(count, 16, 3 * patch**2), "image_position_ids": places.repeat(count, 1, 1)}
-    size = tower.image_size if isinstance(tower.image_size, int) else tower.image_size[0]
+    size = getattr(tower, "image_size", 16)  # Apertus's tokenizer takes any
+    size = size if isinstance(size, int) else size[0]
     if kind in ("llava_next", "llava_next_video", "llava_onevision"):
         return {
             "pixel_values": random(count, 3, 3, size, size),

@@ -106,6 +106,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granitemoehybrid": {"layer_types": _LINEAR},
+    "hy_v4_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"num_experts": 16, "layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16},
     "llama4_text": LLAMA4,
@@ -181,14 +182,19 @@ def refusal(error: WorkerError) -> str:
 
 
 def _without_weights(model_type: str, parts: torch.nn.Module, otherwise: str) -> Verdict:
-    """Whether ``hf.parallelize`` refuses a model that can't be run here, which has no memory for its weights."""
+    """Whether a model is refused that can't be run here, and has no memory for its weights."""
+    refused = refusal_of(parts)
+    return Verdict(model_type, "refused" if refused else "not built", refused or otherwise)
+
+
+def refusal_of(model: Any) -> str:
+    """The error by which ``hf.parallelize`` refuses a model; empty if it doesn't."""
     try:
         with local_world(WORLD, timeout=60) as ranks:
-            ranks.run(lambda group: hf.parallelize(copy.deepcopy(parts), group))
+            ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
     except WorkerError as error:
-        if refusal(error):
-            return Verdict(model_type, "refused", refusal(error))
-    return Verdict(model_type, "not built", otherwise)
+        return refusal(error)
+    return ""
 
 
 def one_process(model_type: str, alone: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
 from tests.tools import families
 
@@ -28,7 +28,7 @@ COMMON: Mapping[str, Any] = {
     **dict.fromkeys(("output_attentions", "output_hidden_states"), False),
     "chunk_size_feed_forward": 0,
 }
-_ROPE = {"rope_theta": 10000.0}
+_PARTS = ("attn_config", "ffn_config")  # parts of a configuration whose fields are settings of the language model
 _SHORTER = {"max_position_embeddings": 16}  # than the batch, so that "dynamic" is another
 _SHORT = {"original_max_position_embeddings": 16}
 ROPES: tuple[dict[str, Any], ...] = (
@@ -57,13 +57,24 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
         if name in IGNORED or name.startswith("_"):
             continue
         value = getattr(config, name, default)
+        if isinstance(value, PreTrainedConfig) and name in _PARTS:
+            value = {each.name: getattr(value, each.name) for each in _own_fields(value)}
         if isinstance(value, PreTrainedConfig) or callable(value):
             continue
-        moved = _moved(name, value, hints.get(name, ""), compared.get(name, set()), config)
+        optional = [None] if value is not None and "None" in hints.get(name, "") else []
+        moved = optional + _moved(name, value, hints.get(name, ""), compared.get(name, set()), config)
         moved = [each for n, each in enumerate(moved) if each != value and each not in moved[:n]]
+        if name == "sliding_window" and value and hasattr(config, "is_heterogeneous"):
+            found["per_layer_config"] = [{"per_layer_config": {1: {name: each}}} for each in (value + 2, None)]
         if moved:
             found[name] = [{name: each} | (_SHORTER if "dynamic" in str(each) else {}) for each in moved]
     return found
+
+
+def _own_fields(config: PreTrainedConfig) -> Iterator[Any]:
+    """The fields that a class adds to those of any configuration."""
+    common = {each.name for each in dataclasses.fields(PreTrainedConfig)}
+    return (each for each in dataclasses.fields(config) if each.name not in common)
 
 
 def _moved(name: str, value: Any, hint: str, compared: set[Any], config: Any) -> list[Any]:
@@ -107,8 +118,7 @@ def _of_list(value: list[Any], options: list[str], compared: set[Any], config: A
     if not value:
         yield from ([0], [1], [1, 3])
     elif all(isinstance(x, str) for x in value):
-        others = {*options, *value} | ({*_layers_of(config)} if {*value} <= {*ALLOWED_LAYER_TYPES} else set())
-        for kind in sorted(others):
+        for kind in sorted(_kinds_of_layers(value, config) or {*options, *value}):
             yield [kind] * len(value)
             yield [kind, value[-1]] * (len(value) // 2) + value[: len(value) % 2]
             yield value[:1] + [kind] * (len(value) - 1)
@@ -120,11 +130,14 @@ def _of_list(value: list[Any], options: list[str], compared: set[Any], config: A
             yield [each[0] if n % 2 else x for n, (each, x) in enumerate(zip(moved, value, strict=True))]
 
 
-def _layers_of(config: Any) -> Iterator[str]:
-    """The kinds of layers that the strings of a family's modeling file name."""
-    file = type(config).__module__.replace(".configuration_", ".modeling_")
-    if file in sys.modules:
-        yield from _strings(sys.modules[file]) & {*ALLOWED_LAYER_TYPES}
+def _kinds_of_layers(value: list[str], config: Any) -> set[str]:
+    """The kinds of layers that the family's modeling file may name; none if the list is of something else."""
+    if {*value} <= {*ALLOWED_MLP_LAYER_TYPES}:
+        return {*ALLOWED_MLP_LAYER_TYPES}
+    if not {*value} <= {*ALLOWED_ATTN_LAYER_TYPES}:
+        return set()
+    file = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return {*value, *((_strings(file) if file else set()) & {*ALLOWED_ATTN_LAYER_TYPES})}
 
 
 def _of_rope(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
-from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, run
+from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
 
 LARGEST = 30_000_000  # parameters of a model that is run
 
@@ -73,7 +73,9 @@ def _on_text(model_type: str, alone: Any, otherwise: str) -> Verdict:
         expected = vision_models.stock_loss(alone, batch)
         expected.backward()
     except Exception:
-        return Verdict(model_type, "not built", f"no images are made here: {otherwise}")
+        refused = refusal_of(alone)
+        otherwise = refused or f"no images are made here: {otherwise}"
+        return Verdict(model_type, "refused" if refused else "not built", otherwise)
     verdict = _compared(model_type, alone, batch, expected.item(), 0)
     if verdict.kind == "equal":
         verdict.kind, verdict.text = "not built", f"equal on text; no images are made here: {otherwise}"

@@ -53,7 +53,7 @@ _MECHANISMS = (
     ("Mamba 1", _SCAN, "JambaMambaMixer ZambaMambaMixer"),
     ("convolution", _CONVOLUTION, "Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv"),
     ("lightning", _DECAYS, "MiniMaxLightningAttention"),
-    ("gated delta", _GATED_DELTA, "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"),
+    ("gated delta", _GATED_DELTA, "LaraMiniGatedDeltaNet OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"),
     ("gated delta", _GATED_DELTA, "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"),
 )
 _MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
@@ -125,6 +125,7 @@ REFUSED_LAYERS: Mapping[str, str] = {
     "hybrid_sliding": _INKLING,
     "indexed_attention": "its indexer picks each query's keys by scores over the whole sequence (there is no mask "
     "before the call)",
+    "minimax_m3_sparse": "its index branch picks each query's blocks of keys by scores over the whole sequence",
     "recurrent": "it is a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
 }
 OTHER_LAYER = "such a layer mixes tokens without the attention"
