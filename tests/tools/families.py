@@ -103,7 +103,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"layer_types": _MIXED},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": _MIXED, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_text": {"global_head_dim": 16, "top_k_experts": 2, "num_experts": 4, "moe_intermediate_size": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granitemoehybrid": {"layer_types": _LINEAR},
     "hy_v4_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},

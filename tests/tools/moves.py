@@ -54,7 +54,7 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
     names = {**dict.fromkeys(hints), **read, **COMMON}
     found = {}
     for name, default in names.items():
-        if name in IGNORED or name.startswith("_"):
+        if name in IGNORED or name.startswith("_") or (name.endswith("_config") and name not in _PARTS):
             continue
         value = getattr(config, name, default)
         if isinstance(value, PreTrainedConfig) and name in _PARTS:
@@ -66,9 +66,18 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
         moved = [each for n, each in enumerate(moved) if each != value and each not in moved[:n]]
         if name == "sliding_window" and value and hasattr(config, "is_heterogeneous"):
             found["per_layer_config"] = [{"per_layer_config": {1: {name: each}}} for each in (value + 2, None)]
-        if moved:
+        if name in ("num_hidden_layers", "n_layer"):
+            found[name] = [{name: each} | _lists_of(config, value, each) for each in (2 * value, value // 2)]
+        elif moved:
             found[name] = [{name: each} | (_SHORTER if "dynamic" in str(each) else {}) for each in moved]
     return found
+
+
+def _lists_of(config: PreTrainedConfig, now: int, then: int) -> dict[str, Any]:
+    """The lists with an entry for each layer, for another number of layers."""
+    lists = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    found = {name: [*x] for name, x in lists.items() if isinstance(x, (list, tuple)) and len(x) == now}
+    return {name: (2 * x)[:then] for name, x in found.items()}
 
 
 def _own_fields(config: PreTrainedConfig) -> Iterator[Any]:

@@ -11,7 +11,7 @@ choice that another setting makes. ``--log`` keeps the outcomes, one JSON line e
 
 import argparse
 import contextlib
-import copy
+import functools
 import itertools
 import json
 import sys
@@ -48,12 +48,14 @@ class Outcome:
     """``kind``: equal, refused, late, different, error; "unchanged" settings change nothing, "fails" alone too."""
 
     model_type: str
-    setting: str  # NAME=VALUE, and those beside which it is set
+    name: str  # of the setting that was moved
+    own: dict[str, Any]  # it, and others that go with it
     kind: str
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:10} {self.model_type:24} {self.setting:60} {self.text}"
+        own = ", ".join(f"{name}={value}" for name, value in self.own.items()) or self.name
+        return f"{self.kind:10} {self.model_type:24} {own:60} {self.text}"
 
 
 class Subject:
@@ -110,7 +112,7 @@ def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
     try:
         base = Subject(model_type, {})
     except Exception as error:
-        yield Outcome(model_type, "", "fails", first_line(error))
+        yield Outcome(model_type, "", {}, "fails", first_line(error))
         return
     kind = families.model_class(model_type)
     every = settings_of(base.config, kind)
@@ -135,7 +137,7 @@ def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
             continue
         outcomes = _beside(model_type, name, values, beside)
         found = list(itertools.islice(outcomes, MOST))
-        yield from found or [Outcome(model_type, name, "unchanged")]
+        yield from found or [Outcome(model_type, name, {}, "unchanged")]
 
 
 def _most(name: str, value: Any) -> int:
@@ -164,18 +166,18 @@ def _beside(model_type: str, name: str, values: list[dict[str, Any]], beside: li
 
 def _judged(model_type: str, base: Subject, own: dict[str, Any], name: str) -> tuple[Outcome, Subject | None]:
     """Judge the setting ``name`` of ``own`` if it changes what ``base`` computes."""
-    setting = ", ".join(f"{name}={value}" for name, value in own.items())
+    outcome = functools.partial(Outcome, model_type, name, own)
     try:
         config = families.built(model_type, **own)[0]
         others = {each for each, x in config.to_dict().items() if x != base.config.to_dict().get(each)} - {name}
         if name not in base.read and not others & base.read:
-            return Outcome(model_type, setting, "unchanged"), None
+            return outcome("unchanged"), None
         subject = Subject(model_type, own, base.weights)
     except Exception as error:
-        return Outcome(model_type, setting, "fails", first_line(error)), None
+        return outcome("fails", first_line(error)), None
     if subject.is_like(base):
-        return Outcome(model_type, setting, "unchanged"), None
-    return Outcome(model_type, setting, *over_ranks(subject, packed=not _is_size(name))), subject
+        return outcome("unchanged"), None
+    return outcome(*over_ranks(subject, packed=not _is_size(name))), subject
 
 
 def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
@@ -247,13 +249,13 @@ def main() -> int:
             continue
         for outcome in itertools.chain(
             sweep(model_type, set(arguments.setting) if arguments.setting else None),
-            [Outcome(model_type, "", "done")],
+            [Outcome(model_type, "", {}, "done")],
         ):
             outcomes.append(outcome)
             print(outcome, flush=True)
             if log:
                 with log.open("a") as file:
-                    file.write(json.dumps(asdict(outcome)) + "\n")
+                    file.write(json.dumps(asdict(outcome), default=str) + "\n")
     print(Counter(outcome.kind for outcome in outcomes), transformers.__version__, torch.__version__)
     return int(any(outcome.kind in BAD for outcome in outcomes))
 
