@@ -87,7 +87,7 @@ def _own_fields(config: PreTrainedConfig) -> Iterator[Any]:
 
 
 def _moved(name: str, value: Any, hint: str, compared: set[Any], config: Any) -> list[Any]:
-    options = [*re.findall(r"'(\w+)'", hint.removeprefix("<class '")), *sorted((x for x in compared if isinstance(x, str)), key=str)]
+    options = [*re.findall(r"'(\w+)'", hint.removeprefix("<class '")), *sorted(x for x in compared if type(x) is str)]
     if name == "pad_token_id":
         return [5]  # a token of the batch
     if isinstance(value, bool):

@@ -3,17 +3,19 @@
     python tests/tools/settings.py [MODEL_TYPE ...] [--log FILE]      writes docs/models.md without a model type
 
 Each setting that changes the loss or a gradient of a tiny random model in one process is turned over (booleans) or
-moved (numbers, names, layer types, rotary frequencies). A setting that changes nothing is tried once more beside each
-choice that another setting makes. ``--log`` keeps the outcomes, one JSON line each; a type that it has is not run again.
+moved (numbers, names, layer types, rotary frequencies). A setting that changes nothing is tried again beside each
+choice that another setting makes. ``--log`` keeps the outcomes as JSON lines; a type that it has is not run again.
 
 "late" (refused, but only by the first call), "different" and "error" (no refusal by name) are bugs of ours.
 """
 
 import argparse
 import contextlib
+import datetime
 import functools
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -129,7 +131,7 @@ def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
             count += outcome.kind not in ("unchanged", "fails")
             if outcome.kind != "unchanged":
                 yield outcome
-            if subject is not None and outcome.kind == "equal" and _is_choice(value):
+            if subject is not None and outcome.kind == "equal" and count < 3 and _is_choice(value):
                 beside.append(subject)
         effective |= {name} if count else set()
     for name, values in chosen.items():
@@ -144,6 +146,11 @@ def _most(name: str, value: Any) -> int:
     if isinstance(value, (str, dict, list)):
         return MANY
     return 1 if _is_size(name) else MOST
+
+
+def _may_mix(name: str, value: Any) -> bool:
+    """Whether a setting may matter for documents: sizes, factors and rotary frequencies are each token's alone."""
+    return not (_is_size(name) or isinstance(value, float) or "rope" in name)
 
 
 def _is_size(name: str) -> bool:
@@ -177,7 +184,7 @@ def _judged(model_type: str, base: Subject, own: dict[str, Any], name: str) -> t
         return outcome("fails", first_line(error)), None
     if subject.is_like(base):
         return outcome("unchanged"), None
-    return outcome(*over_ranks(subject, packed=not _is_size(name))), subject
+    return outcome(*over_ranks(subject, packed=_may_mix(name, own[name]))), subject
 
 
 def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
@@ -232,32 +239,79 @@ def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
+def page(outcomes: list[Outcome], date: str) -> str:
+    """The section of docs/models.md about settings."""
+    ran = [outcome for outcome in outcomes if outcome.kind in ("equal", "refused", *BAD)]
+    counts = Counter(outcome.kind for outcome in ran)
+    types = {outcome.model_type for outcome in ran}
+    settings = len({(outcome.model_type, outcome.name) for outcome in ran})
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    lines = [
+        f"{date}, {versions}: {len(ran)} values of {settings} settings of {len(types)} model types, each beside the "
+        f"others as above. **Equal**: {counts['equal']}. **Refused** by `hf.parallelize`: {counts['refused']}, of "
+        f"types that are equal above:",
+        "",
+        "| setting | model types | reason |",
+        "|---|---|---|",
+    ]
+    base = {outcome.model_type for outcome in ran if outcome.kind == "equal"}
+    kept = [outcome for outcome in ran if outcome.model_type in base]
+    lines += [f"| {what} | {names} | {why} |" for what, names, why in _rows(kept, ("refused",))]
+    lines += ["", "**Exceptions**:", ""]
+    lines += [f"- {what} ({names}): {why}" for what, names, why in _rows(ran, BAD)] or ["None."]
+    return "\n".join(lines)
+
+
+def _rows(outcomes: list[Outcome], kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """(settings, model types, reason), one row for each reason."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for outcome in outcomes:
+        if outcome.kind in kinds:
+            why = families.OWNER.sub("", families.SUFFIX.sub("", outcome.text)).replace("|", "or")
+            shown, types = found.setdefault(why, (set(), set()))
+            shown.add(f"`{outcome.name}={_short(outcome)}`")
+            types.add(outcome.model_type)
+    return [(", ".join(sorted(shown)), ", ".join(sorted(types)), why) for why, (shown, types) in found.items()]
+
+
+def _short(outcome: Outcome) -> str:
+    """The value of a setting in a few words."""
+    value = outcome.own.get(outcome.name)
+    if isinstance(value, dict):
+        kinds = re.findall(r"'rope_type': '(\w+)'", str(value))
+        return next((each for each in kinds if each != "default"), "..." if kinds else str(value))
+    if isinstance(value, list):
+        return "/".join(dict.fromkeys(map(str, value)))
+    return str(value)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
+    parser.add_argument("--setting", action="append", help="only this one, also of types that the log has; repeatable")
     parser.add_argument("--log", type=Path, help="a file of outcomes to continue")
-    parser.add_argument("--setting", action="append", help="only this setting; may be repeated")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
-    log = arguments.log
+    log, only = arguments.log, {*arguments.setting} if arguments.setting else None
     known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
     done = {outcome.model_type for outcome in known if outcome.kind == "done"}
-    outcomes = [outcome for outcome in known if outcome.model_type in done]
     for model_type in arguments.model_type or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if model_type in done:
+        if model_type in done and only is None:
             continue
         for outcome in itertools.chain(
-            sweep(model_type, set(arguments.setting) if arguments.setting else None),
-            [Outcome(model_type, "", {}, "done")],
+            sweep(model_type, only), [Outcome(model_type, "", {}, "done")][only is not None :]
         ):
-            outcomes.append(outcome)
+            known.append(outcome)
             print(outcome, flush=True)
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(outcome), default=str) + "\n")
-    print(Counter(outcome.kind for outcome in outcomes), transformers.__version__, torch.__version__)
-    return int(any(outcome.kind in BAD for outcome in outcomes))
+    last = {(each.model_type, each.name, str(each.own)): each for each in known}  # of a setting that ran again
+    print(Counter(outcome.kind for outcome in last.values()), transformers.__version__, torch.__version__)
+    if not arguments.model_type:
+        families.write_section(TITLE, page([*last.values()], datetime.date.today().isoformat()))
+    return int(any(outcome.kind in BAD for outcome in last.values()))
 
 
 if __name__ == "__main__":
