@@ -46,7 +46,7 @@ FAMILIES = {
     # Layers that keep keywords from their attention, which so gets the plan as mixers do.
     "stablelm": {},
     "nemotron": {},
-}
+} | ({"lara_mini": _DELTA} if "lara_mini" in CONFIG_MAPPING else {})  # of transformers 5.24
 
 
 def make_hybrid(family, implementation="eager", *, double=True, **changes):

@@ -69,8 +69,18 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
         if name in ("num_hidden_layers", "n_layer"):
             found[name] = [{name: each} | _lists_of(config, value, each) for each in (2 * value, value // 2)]
         elif moved:
-            found[name] = [{name: each} | (_SHORTER if "dynamic" in str(each) else {}) for each in moved]
+            found[name] = [{name: each} | _needed(each, config) for each in moved]
     return found
+
+
+def _needed(value: Any, config: PreTrainedConfig) -> dict[str, Any]:
+    """What a value needs beside it."""
+    if "dynamic" in str(value):
+        return _SHORTER
+    if isinstance(value, list) and "sliding_attention" in value and getattr(config, "sliding_window", 0) is None:
+        used = {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
+        return {"sliding_window": families.WINDOW} | used
+    return {}
 
 
 def _lists_of(config: PreTrainedConfig, now: int, then: int) -> dict[str, Any]:

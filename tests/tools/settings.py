@@ -37,7 +37,7 @@ from burst_attention.testing import WorkerError, local_world
 from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 from tests.tools.families import BOUND, GRADIENT_BOUND, SEQLEN, WORLD, first_line, refusal
-from tests.tools.moves import SIZED, settings_of
+from tests.tools.moves import COMMON, SIZED, settings_of
 
 BAD = ("late", "different", "error")
 MOST, MANY = 3, 8  # values of one number that are run, and of a name, a list or rotary frequencies
@@ -134,12 +134,22 @@ def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
             if subject is not None and outcome.kind == "equal" and count < 3 and _is_choice(value):
                 beside.append(subject)
         effective |= {name} if count else set()
-    for name, values in chosen.items():
-        if name in effective:
-            continue
+    idle = {name: values for name, values in chosen.items() if name not in effective}
+    for name, values in idle.items():  # a switch may matter only beside another of them
+        with contextlib.suppress(Exception):
+            if {name: True} in values and name not in COMMON:
+                beside.append(Subject(model_type, {name: True}, base.weights))
+    for name, values in idle.items():
         outcomes = _beside(model_type, name, values, beside)
         found = list(itertools.islice(outcomes, MOST))
         yield from found or [Outcome(model_type, name, {}, "unchanged")]
+
+
+def judge(model_type: str, own: dict[str, Any]) -> Outcome:
+    """Judge the first of some settings, beside the others."""
+    name, *_ = own
+    others = {each: value for each, value in own.items() if each != name}
+    return _judged(model_type, Subject(model_type, others), own, name)[0]
 
 
 def _most(name: str, value: Any) -> int:
@@ -164,7 +174,7 @@ def _is_choice(value: Any) -> bool:
 def _beside(model_type: str, name: str, values: list[dict[str, Any]], beside: list[Subject]) -> Iterator[Outcome]:
     """The outcomes of a setting that alone changes nothing, beside others."""
     for other in beside:
-        for own in values[:2] if name in other.read else ():
+        for own in values[:2] if name not in other.own else ():
             outcome, _ = _judged(model_type, other, other.own | own, name)
             if outcome.kind not in ("unchanged", "fails"):
                 yield outcome
