@@ -15,6 +15,7 @@ from burst_attention.integrations.hf import known
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
+from tests.support.hybrid_models import make_hybrid
 
 EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
 LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 8} | EAGER
@@ -94,6 +95,16 @@ def assert_same(expected, found):
         torch.testing.assert_close(own_grads[key], grad, rtol=0, atol=2e-6 * max(1e-3, grad.abs().max().item()))
 
 
+@pytest.mark.parametrize("name", ["kimi_linear", "minimax"])
+def test_recurrent_layers_that_are_called_attention_have_no_chunks_of_heads(name):
+    results = []
+    for memory in (None, hf.Memory(attention_chunks=2)):
+        model = hf.parallelize(make_hybrid(name, vocab_size=64), memory=memory)
+        loss = model(**BATCHES["plain"]()).loss
+        results.append((loss.item(), gradients(model, loss)))
+    assert_same(*results)
+
+
 def test_unparallelize_takes_the_options_away(tmp_path):
     model, kinds = model_of("mixtral"), {name: type(part) for name, part in model_of("mixtral").named_modules()}
     memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=2, offload=f"disk:{tmp_path}")
@@ -101,7 +112,7 @@ def test_unparallelize_takes_the_options_away(tmp_path):
     assert {name: type(part) for name, part in model.named_modules()} == kinds
     assert not model.model.layers[0].gradient_checkpointing
     names = {name for module in model.modules() for name in vars(module)}
-    assert not {"structure", "token_chunks", "_gradient_checkpointing_func"} & names
+    assert not {"structures", "token_chunks", "_gradient_checkpointing_func"} & names
 
 
 def test_other_gradient_checkpointing_is_refused():

@@ -90,7 +90,7 @@ class Memory:
                 become(module, InTokenChunks, token_chunks=self.mlp_chunks)
         for layer in layers:
             if self.attention_chunks > 1:
-                for module in [each for each in layer.modules() if known.is_called(each, "Attention")]:
+                for module in filter(_has_heads, [*layer.modules()]):
                     head_chunks.convert(module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
                 recomputing: Any = _Recomputing(layer, context, copies, self.recompute)
@@ -129,6 +129,11 @@ def _layers(body: nn.Module) -> list[GradientCheckpointingLayer]:
 
 def _is_ours(layer: nn.Module) -> bool:
     return isinstance(vars(layer).get("_gradient_checkpointing_func"), _Recomputing)
+
+
+def _has_heads(module: nn.Module) -> bool:
+    """Return whether a module is an attention; a recurrent layer may be called so too."""
+    return known.is_called(module, "Attention") and known.mechanism(module) is None
 
 
 def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:

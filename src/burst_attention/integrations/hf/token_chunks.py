@@ -85,21 +85,18 @@ class _RunInChunks(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*(inputs if call.node is None else ()))
         out = call.forward(inputs)
-        call.after = Snapshot(call.module.modules())
+        if not torch.compiler.is_compiling():
+            call.after = Snapshot(call.module.modules())
         return out
 
     @staticmethod
     @differentiable_once("a module in chunks of tokens")
     def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Any, ...]:
         call: _ModuleCall = ctx.call
+        weights, wanted = [*call.module.parameters()], ctx.needs_input_grad[1:]
         if call.after is not None:
             call.after.check_since_forward(call.module, "mlp_chunks")
-        weights, wanted = [*call.module.parameters()], ctx.needs_input_grad[1:]
-        if any(x.requires_grad != want for x, want in zip(weights, wanted[call.count :], strict=True)):
-            raise ValueError(
-                f"requires_grad of weights of {type(call.module).__name__} has changed since its forward, which "
-                "mlp_chunks runs again in the backward; change it after the backward"
-            )
+            _check_trained(call.module, weights, wanted[call.count :])
         inputs = saved if call.node is None else call.node.saved_tensors
         sums: list[Tensor | None] = [None for _ in weights]
         joined = [_Joined(x, call.dim) if want else None for x, want in zip(inputs, wanted, strict=False)]
@@ -118,6 +115,15 @@ class _RunInChunks(torch.autograd.Function):
                     target.add(part)
         grads = [None if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
         return None, *(None if x is None else x.whole() for x in joined), *grads
+
+
+def _check_trained(module: nn.Module, weights: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+    """Refuse weights that no longer need a gradient, or now need one, since the module's forward."""
+    if [x.requires_grad for x in weights] != [*wanted]:
+        raise ValueError(
+            f"requires_grad of weights of {type(module).__name__} has changed since its forward, which mlp_chunks runs "
+            "again in the backward; change it after the backward"
+        )
 
 
 def _chunks(x: Tensor, count: int, dim: int) -> list[Tensor]:
