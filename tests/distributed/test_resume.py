@@ -171,19 +171,19 @@ def test_changed_data_is_reported(pools, corpus, tmp_path, interrupted):
                 path.rename(path.with_suffix(".txt"))
 
 
-@pytest.mark.parametrize("change", ["setting", "data"])
-def test_what_a_run_can_not_resume_with_starts_no_rank(corpus, tmp_path, interrupted, monkeypatch, capsys, change):
+def test_what_a_run_can_not_resume_with_starts_no_rank(pools, corpus, tmp_path, monkeypatch, capsys):
     """Status 2: not started."""
-    out = str(shutil.copytree(interrupted, tmp_path / "run"))
+    out = str(tmp_path / "run")
+    shared = {"dtype": "float32", "lr": 2e-3, "save_every": "1", "steps": 2}  # as the command resolves them
+    pools(1).run(train, config_of(corpus, out, **shared))
     monkeypatch.setattr(launch, "launch", lambda *_, **__: 0)
-    resumed = ["train", "--out", out, "--resume", "--ranks", "2", "--device", "cpu"]
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(resumed) == 0, "it would start"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    resumed = ["train", "--out", out, "--resume", "--ranks", "2", "--device", "cpu", "--steps", "4"]
+    assert main(resumed) == 0, capsys.readouterr().err
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
-    if change == "setting":
-        assert main([*resumed, "--seq-len", "64"]) == 2
-        assert "--seq-len 64 differs from the checkpoint state.json, which has 97; omit" in capsys.readouterr().err
-        return
+    assert main([*resumed, "--seq-len", "64"]) == 2
+    assert "--seq-len 64 differs from the checkpoint state.json, which has 97; omit" in capsys.readouterr().err
     held = {path: path.read_text() for path in Path(corpus).iterdir()}
     try:
         for path, text in held.items():

@@ -230,7 +230,8 @@ def test_a_file_holds_the_figures(capsys: Any, tmp_path: Any) -> None:
         assert each["steps"][each["remat"]] == pytest.approx(each["seconds"])
         assert each["steps"]["none"] <= each["steps"].get("keep-attention", 1e9) and each["steps"]["layer"] > 0
     assert values["model"]["parameters"] == 8_030_261_248 and values["ranks_of_a_node"] == 4
-    assert "estimated" in values["rates"]["source"] and len(values["notes"]) == 1
+    notes = "rates", "positions", "preset"
+    assert "estimated" in values["rates"]["source"] and len(values["notes"]) == len(notes)
 
 
 def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
