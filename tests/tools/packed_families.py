@@ -8,6 +8,7 @@ document don't change with the tokens of the first. It prints the table of docs/
 
 import argparse
 import inspect
+import sys
 import warnings
 from typing import Any
 
@@ -60,7 +61,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     found: dict[str, list[str]] = {}
     for model_type in parser.parse_args().types:
-        found.setdefault(judge(model_type), []).append(model_type)
+        verdict = judge(model_type)
+        print(f"{model_type}: {verdict}", file=sys.stderr)
+        found.setdefault(verdict, []).append(model_type)
     print(f"transformers {transformers.__version__}, {sum(map(len, found.values()))} model types")
     for verdict, types in sorted(found.items(), key=lambda row: (row[0].startswith("not run"), row[0])):
         print(f"{verdict} ({len(types)}): {', '.join(types)}")
