@@ -37,7 +37,10 @@ class DealtCache(Cache):
 
 def passed(kwargs: Mapping[str, Any]) -> str | None:
     """Return the keyword by which a call passes a cache over ranks; None if it passes none."""
-    return next((name for name in known.CACHES if isinstance(kwargs.get(name), DealtCache)), None)
+    for name in known.CACHES:
+        if isinstance(kwargs.get(name), DealtCache):
+            return name
+    return None
 
 
 @dataclass(frozen=True)
