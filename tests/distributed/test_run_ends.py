@@ -279,7 +279,7 @@ def test_another_schedule_is_refused(pools, corpus, tmp_path, finished):
 
 @pytest.mark.long
 def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_path, capsys):
-    config = config_of(corpus, tmp_path, save_every="2")
+    config = config_of(corpus, tmp_path, save_every="2", dtype="float32", lr=2e-3)  # as the command resolves them
     assert pools(1).run(end_at, config, 3, {}) == [75]
     assert steps_saved(tmp_path) == [2, 3]
     for folder in list_checkpoints(tmp_path):
