@@ -45,7 +45,7 @@ from ..harness.workload import Workload
 from ..pool import WorkerPool
 from ..tables import bytes_text, spread
 from . import flash_attn_stand_in
-from .variants import CALIBRATED, OURS, STRONGEST, VARIANTS, Theirs, package_version, refusal
+from .variants import CALIBRATED, OURS, STRONGEST, VARIANTS, Theirs, comparable, package_version, refusal
 
 # Columns. Seconds have none: their medians come from different rounds, so their quotients are not the ratios.
 TIMES, BARE_TIMES = f"time / {OURS}'s", "without copies"
@@ -56,7 +56,7 @@ LEGEND = {
     SENT: "payload that a rank hands to its process group in a call, mean of the ranks; -: can't be counted",
     SHARE: f"the bytes divided by those of {STRONGEST}",
 }
-WHOLE_SCORES = "has no flash kernel on a CPU and computes whole matrices of scores: compare its bytes, not its time"
+NOT_TIMED = "is right and not timed: without a flash kernel for CPUs, it computes whole matrices of scores"
 
 
 @dataclass
@@ -65,6 +65,7 @@ class Outcome:
 
     variant: Variant
     refused: str | None = None  # reason why it has no result
+    comparable: bool = True  # whether its kernels are those of the others; if not, it is not timed
     # Relative L2 error and its limit over all ranks, by tensor.
     errors: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
@@ -136,7 +137,7 @@ def compare(
             chosen = [replace(each, rates=rates) if each.name == CALIBRATED else each for each in chosen]
         pool.run(prepare, workload.device, folder, timeout=timeout)
         expected, stock = reference(workload, dense=False)
-        outcomes = [Outcome(variant, refusal(variant, world, workload)) for variant in chosen]
+        outcomes = [Outcome(each, refusal(each, world, workload), comparable(each, workload)) for each in chosen]
         for own in outcomes:
             if own.refused is None:
                 _check(pool, own, workload, expected, timeout)
@@ -145,8 +146,9 @@ def compare(
         for own in right:  # the second call of each: everything is compiled before it is timed
             counts = pool.run(counted, own.variant, workload, timeout=timeout)
             own.bytes = None if None in counts else counts
-        turns = take_turns([partial(_slowest, pool, own.variant, workload, timeout) for own in right], rounds)
-        for own, took in zip(right, turns, strict=True):
+        measured = [own for own in right if own.comparable]
+        turns = take_turns([partial(_slowest, pool, own.variant, workload, timeout) for own in measured], rounds)
+        for own, took in zip(measured, turns, strict=True):
             own.seconds, own.copying = [each.seconds for each in took], [each.copying for each in took]
             own.ratios = ratios(outcomes[0].seconds, own.seconds) if outcomes[0].correct else []
     return outcomes
@@ -227,8 +229,8 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
         lines[-1][SENT] = bytes_text(own.mean_bytes)
         if strongest and own.mean_bytes is not None:
             lines[-1][SHARE] = f"{own.mean_bytes / strongest:.3f}"
-        if own.ratios and getattr(own.variant, "whole_scores", False):
-            notes.append(f"{row['name']} {WHOLE_SCORES}")
+        if not own.comparable:
+            notes.append(f"{row['name']} {NOT_TIMED}")
     print_table(console, lines, title=title, legend=LEGEND)
     if outcomes[0].ratios:
         console.print(f"a call of {OURS} takes {spread(outcomes[0].seconds)} s", highlight=False)

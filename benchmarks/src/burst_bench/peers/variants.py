@@ -117,6 +117,11 @@ def refusal(variant: Variant, world: int, workload: Workload) -> str | None:
     return None
 
 
+def comparable(variant: Variant, workload: Workload) -> bool:
+    """Whether a variant runs the kernels of the others, so that its time compares schemes."""
+    return workload.device != "cpu" or not (isinstance(variant, Theirs) and variant.whole_scores)
+
+
 def package_version(variant: Variant) -> str | None:
     """Return the version of the package that computes a variant; None if it is not installed."""
     if not isinstance(variant, Theirs):
