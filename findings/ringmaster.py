@@ -86,5 +86,3 @@ def main(cases):
     print("expected: loss and gradients are those of one process, within 1e-5")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank, (folder, cases), nprocs=WORLD)
-
-

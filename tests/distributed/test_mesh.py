@@ -3,6 +3,7 @@
 import copy
 import functools
 import unittest.mock
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,11 +226,23 @@ def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own,
     check(pools(4).run(functools.partial(trained, *asked, by_context=True)))
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("by_context", [False, True])
-def test_ranks_whose_experts_get_no_token(pools, by_context, shards):
-    """Their outputs are zeros, from which no gradient would flow; the others would wait for their sums."""
-    asked = ("idle", (1, 2, 2), "plain", shards, 1)
+@pytest.mark.parametrize(
+    ("by_context", "shards", "memory"),
+    [
+        (False, False, None),
+        (True, True, None),
+        (False, True, hf.Memory(recompute="layer")),
+        (True, False, hf.Memory(recompute="layer")),
+        (False, False, hf.Memory(recompute="keep-attention", mlp_chunks=2)),
+        (True, True, hf.Memory(recompute="keep-attention")),
+    ],
+)
+def test_ranks_whose_experts_get_no_token(pools, by_context, shards, memory):
+    """Their outputs are zeros, from which no gradient flows and of which a checkpoint need not save anything.
+
+    The other ranks would wait for their sums, in a backward and where it computes a layer again.
+    """
+    asked = ("idle", (1, 2, 2), "plain", shards, 1, 1, memory)
     check(pools(4).run(functools.partial(trained, *asked, by_context=by_context)))
 
 
@@ -536,6 +549,27 @@ def checkpointed(name, folder, by_context):
 )
 def test_checkpoints_load_on_another_mesh(pools, name, by_context, tmp_path):
     assert pools(4).run(checkpointed, name, str(tmp_path), by_context) == [0.0] * 4
+
+
+def saved_by_fsdp(axis, sizes, folder):
+    """Save weights that FSDP2 shards; return the greatest error of what every rank finds in the folder."""
+    mesh, model = mesh_of(*sizes), model_of("tied")
+    if axis:
+        hf.tensor_parallel(model, mesh["tp"])
+    hf.parallelize(model, mesh["cp"], strategy=WHOLE_HEADS, timeout=30)
+    fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))
+    model.save_pretrained(folder, True, None, False, "20KB")
+    dist.barrier()
+    back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert (Path(folder) / "model.safetensors.index.json").exists()  # by position: the size of a file
+    wanted = dict(model_of("tied").named_parameters())
+    return max((x - wanted[key]).abs().max().item() for key, x in back.named_parameters())
+
+
+@pytest.mark.parametrize(("axis", "sizes"), [(True, (1, 2, 1)), (False, (2, 1, 1))])
+def test_sharded_weights_are_saved_whole(pools, axis, sizes, tmp_path):
+    """With an axis "tp" of one rank, or without one; rank 0 raised, and the others returned."""
+    assert pools(2).run(saved_by_fsdp, axis, sizes, str(tmp_path / "whole")) == [0.0] * 2
 
 
 def clipped(most):

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig, LlamaForCausalLM
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known, parts
+from burst_attention.integrations.hf import known, parts, settings
 from burst_attention.integrations.hf.checks import MaskRequest
 from tests.support.hf_models import (
     DOCUMENTS,
@@ -303,22 +304,52 @@ def test_whatever_the_checks_of_parts_depend_on_changes_their_state():
         assert not watched.unchanged()
 
 
-def test_the_digest_of_trained_weights_follows_each_change():
-    """Ranks of a tensor-parallel axis compare it in each call; it is made again only if a weight changed."""
+def test_digests_of_settings_follow_each_change():
+    """Ranks compare them in each call; they are made again only if something changed."""
     model = make_model("llama")
-    watched, layer = parts.Watched(model), model.model.layers[0]
+    made, layer = settings.Settings(model), model.model.layers[0]
     norm = layer.input_layernorm
-    seen = [watched.trained()]
+    seen = [made.fields()]
     for change in (
         lambda: norm.weight.requires_grad_(False),
         lambda: setattr(norm, "weight", torch.nn.Parameter(norm.weight.detach().clone())),
         lambda: layer.mlp.up_proj.requires_grad_(False),
         lambda: norm.register_parameter("shift", torch.nn.Parameter(torch.zeros(1))),
+        lambda: norm.to(torch.float32),
+        lambda: setattr(layer.self_attn, "scaling", 0.5),
+        lambda: setattr(norm, "variance_epsilon", 1e-3),
+        lambda: setattr(layer, "gradient_checkpointing", True),
+        lambda: model.config.update({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
+        lambda: model.config.rope_parameters.update(rope_theta=6.0),
     ):
         change()
-        seen.append(watched.trained())
-        assert watched.trained() == seen[-1]
-    assert seen[0] == seen[2] and len({*seen}) == 4
+        seen.append(made.fields())
+        assert made.fields() == seen[-1]
+    assert seen[0] == seen[2] and len({*map(str, seen)}) == len(seen) - 1
+
+
+def test_what_no_code_of_a_part_reads_is_no_setting():
+    """Ranks may differ in it, as in a map of devices."""
+    model, before = make_model("llama"), settings.Settings(make_model("llama")).fields()
+    model.hf_device_map, model.config.of_this_rank, model.model.rank = {"": 3}, 3, 3
+    model.config.use_cache = not model.config.use_cache
+    assert settings.Settings(model).fields() == before
+
+
+def test_settings_of_adapters():
+    found = []
+    for change in (
+        lambda model: None,
+        lambda model: model.disable_adapter_layers(),
+        lambda model: model.set_adapter("other"),
+        lambda model: model.base_model.model.model.layers[0].self_attn.q_proj.scaling.update(default=7.0),
+        lambda model: model.merge_adapter(),
+    ):
+        model = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
+        model.add_adapter("other", LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
+        change(model)
+        found.append(settings.Settings(model.base_model.model).digest())
+    assert len({*found}) == len(found)
 
 
 def test_a_hook_on_the_head_is_refused_whenever_it_comes():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -25,6 +25,20 @@ from typing import Any, NoReturn
 import torch
 
 from .transport import ExchangeError, Receive, Send, Transport
+from .verdict import (
+    MODEL,
+    ONE_ORDER,
+    ORDER,
+    REFUSALS,
+    DisagreementError,
+    PeerError,
+    differences,
+    disagreement,
+    raise_refusal,
+    text_of,
+)
+
+__all__ = ["Agreement", "DisagreementError", "Meeting", "PeerError", "over_axis"]
 
 NO_RANK = -1
 FORM = struct.Struct("<16s16sIii")
@@ -127,27 +141,8 @@ def _label(label: str, source: int, hop: int, world: int) -> str:
 
 RECORD_BYTES = 2048
 REMEMBERED = 1 << 12  # calls that need no second agreement, by name; a scale that changes makes a new one
+BACKWARD = "a backward"  # the call of one
 TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
-_ORDER = "earlier calls and the order of their backwards"
-
-
-class DisagreementError(ValueError):
-    """The ranks of one group made different calls, or the same call with different arguments."""
-
-
-# The first class that fits an error: a disagreement along another axis of a mesh stays one.
-_REFUSALS: dict[str, type[Exception]] = {
-    "TypeError": TypeError,
-    "DisagreementError": DisagreementError,
-    "ValueError": ValueError,
-}
-
-
-class PeerError(RuntimeError):
-    """Another rank failed before a call, for example because it ran out of memory. Look at that rank's error.
-
-    The ranks had not agreed on the call yet, so nothing was moved and the group can still be used.
-    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +153,21 @@ class Agreement:
     """
 
     transport: Transport
+    model: str = ""  # the number of the model whose calls these are; ranks compare it in each of them
     agreed: dict[str, set[bytes]] = field(default_factory=dict, init=False)  # digests of calls, by name
 
     def anew(self) -> Agreement:
         """Return an agreement over the same transport that remembers no call."""
         return replace(self)
+
+    @property
+    def count(self) -> int:
+        """How many exchanges of records the group has made. After one, it numbers what the ranks agreed on."""
+        return self.transport.health.agreements
+
+    def of_model(self, number: str = "") -> Agreement:
+        """Return the agreement of a model's calls; without a number, the ranks have just agreed on a new model."""
+        return replace(self, model=number or str(self.count))
 
     @contextmanager
     def entering(self, call: str, *, once: bool = False) -> Iterator[None]:
@@ -179,7 +184,7 @@ class Agreement:
             self.refuse(error)
         except Exception as error:
             if self.transport.world > 1 and not (once and self.agreed.get(call)):
-                self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {_text(error)}")}, error)
+                self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {text_of(error)}")}, error)
             raise
 
     def agree(
@@ -190,6 +195,7 @@ class Agreement:
         *,
         remedy: str = "Pass the same on every rank of the group",
         remedies: Mapping[str, str] | None = None,
+        details: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None,
         once: bool = False,
     ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields`` (JSON types); return every rank's ``own`` by rank.
@@ -197,12 +203,12 @@ class Agreement:
         ``once``: send nothing if the ranks agreed on the same call and fields before; a rank that alone makes another
         call then waits until the deadline. Every rank raises DisagreementError if fields differ, the class of another
         rank's refusal (:meth:`refuse`), or PeerError if one failed. ``remedy``, ``remedies`` by field: last sentences
-        of a disagreement.
+        of a disagreement. ``details`` by field: returns the values of which the field is a digest, by name.
         """
         if self.transport.world == 1:
             return [own]
         with self.entering(call):
-            shared, asked = dict(fields), own is not None
+            shared, asked = dict(fields) | ({MODEL: self.model} if self.model else {}), own is not None
             # Equal values give equal texts. If texts differ, the records decide whether the values do.
             digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
             health = self.transport.health
@@ -212,7 +218,7 @@ class Agreement:
                 return [None] * self.transport.world
             # The history marks messages on gloo: ranks in different calls wait until the deadline, and never add up
             # what does not belong together. NCCL has no tags: there only the next agreement compares histories.
-            shared[_ORDER] = health.history
+            shared[ORDER] = health.history
             encoded = _encoded({"call": call, "fields": shared, "own": own})
             whole = blake2b(digest + health.history.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
         try:
@@ -228,9 +234,22 @@ class Agreement:
                 agreed.add(digest)
                 health.note(int.from_bytes(digest[:6], "big"))
             return [None] * self.transport.world
-        _raise_refusal(records, self.transport.rank)
-        _raise_difference(call, records, remedy, remedies or {})
+        raise_refusal(records, self.transport.rank)
+        if odd := differences(records):
+            digests = {name: get for name, get in (details or {}).items() if name in odd}
+            inside = {name: self.collect(f"{call}: {name}", dict(get())) for name, get in digests.items()}
+            raise disagreement(call, odd, inside, remedy, remedies or {})
         return [record["own"] for record in records]
+
+    def begin(self, number: int, call: str = BACKWARD) -> None:
+        """Check that all ranks begin the backward of one call, by its number. Sends nothing if it runs already.
+
+        For exchanges without tags, which would add up gradients of different calls.
+        """
+        health = self.transport.health
+        if self.transport.world > 1 and health.begun != (number, health.agreements):
+            self.agree(call, {"the call whose backward begins": number}, remedy=ONE_ORDER)
+            health.begun = number, health.agreements
 
     def collect(self, call: str, own: Any) -> list[Any]:
         """Return every rank's ``own``, JSON types of any size, by rank. Every rank must make ``call``."""
@@ -243,9 +262,9 @@ class Agreement:
         """Notify the other ranks, in :meth:`agree`, of a refusal; every rank raises the lowest one's class."""
         if self.transport.world == 1:
             raise error
-        name = next((n for n, kind in _REFUSALS.items() if isinstance(error, kind)), "ValueError")
-        records = self._tell({"refused": [name, _shortened(_text(error))]}, error)
-        _raise_refusal(records, self.transport.rank, error)
+        name = next((n for n, kind in REFUSALS.items() if isinstance(error, kind)), "ValueError")
+        records = self._tell({"refused": [name, _shortened(text_of(error))]}, error)
+        raise_refusal(records, self.transport.rank, error)
         raise error
 
     def _tell(self, record: dict[str, Any], error: Exception) -> list[dict[str, Any]]:
@@ -261,6 +280,7 @@ class Agreement:
     ) -> list[dict[str, Any]] | None:
         """Return all ranks' records; None if all digests are equal and the call does not gather records."""
         everyone = disseminate(self.transport, Summary(digest, digest, len(encoded)), label)
+        self.transport.health.agreements += 1
         if everyone.agreed and not gathers:
             return None
         return [json.loads(record) for record in gather(self.transport, encoded, everyone.size, label)]
@@ -284,6 +304,27 @@ class Meeting:
     def alone(self) -> bool:
         """Whether no other rank takes part."""
         return self.outer.transport.world == 1 and self.inner is None
+
+    def of_model(self, number: str = "") -> Meeting:
+        """As :meth:`Agreement.of_model`."""
+        return Meeting(self.outer.of_model(number), None if self.inner is None else self.inner.of_model(number))
+
+    def turn(self) -> Callable[[Any], None] | None:
+        """Return a hook for the results of the call just agreed on, which checks that it is its turn in a backward.
+
+        None without other ranks on the inner axis: elsewhere messages carry the number of their call.
+        """
+        outer, inner = self.outer, self.inner
+        if inner is None or inner.transport.world == 1:
+            return None
+        numbers = outer.count, inner.count
+
+        def begin(_: Any) -> None:
+            with outer.entering(BACKWARD):
+                inner.begin(numbers[1], over_axis(BACKWARD))
+            outer.begin(numbers[0])
+
+        return begin
 
     @contextmanager
     def entering(self, call: str) -> Iterator[None]:
@@ -331,58 +372,7 @@ def _encoded(record: dict[str, Any]) -> bytes:
     return encoded
 
 
-def _text(error: Exception | None) -> str:
-    try:
-        return str(error)
-    except Exception:  # if an error's __str__ fails, the other ranks must still be notified
-        return "(it has no text)"
-
-
 def _shortened(text: str) -> str:
     """Return the longest prefix that fits in a record; a character takes 1 to 12 bytes in JSON."""
     sizes = accumulate(len(json.dumps(character)) - 2 for character in text[:TEXT_BYTES])
     return text[: sum(size <= TEXT_BYTES for size in sizes)]
-
-
-def _raise_refusal(records: list[dict[str, Any]], rank: int, error: Exception | None = None) -> None:
-    refusals = {n: record["refused"] for n, record in enumerate(records) if "refused" in record}
-    if not refusals:
-        failed = next((n for n, record in enumerate(records) if "failed" in record), None)
-        if failed is not None:
-            raise PeerError(f"rank {failed} failed before the call: {records[failed]['failed']}")
-        return
-    first = min(refusals)
-    kind = _REFUSALS[refusals[first][0]]
-    if error is not None and isinstance(error, kind):
-        raise error
-    if first == rank:
-        raise kind(_text(error)) from error
-    own = "" if error is None else f"; this rank refused it too: {_text(error)}"
-    raise kind(f"rank {first} refused the call: {refusals[first][1]}{own}") from error
-
-
-def _raise_difference(call: str, records: list[dict[str, Any]], remedy: str, remedies: Mapping[str, str]) -> None:
-    calls = [record["call"] for record in records]
-    if len(set(calls)) > 1:
-        raise DisagreementError(
-            f"the ranks are in different calls: {_by_value(calls)}. Make the same calls on every rank"
-        )
-    fields = {name: [record["fields"].get(name) for record in records] for name in records[0]["fields"]}
-    odd = {name: values for name, values in fields.items() if any(value != values[0] for value in values)}
-    if odd:
-        differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-        known = {_ORDER: "Make all calls and run their backwards in one order on every rank", **remedies}
-        ways = dict.fromkeys(known.get(name, remedy) for name in odd)
-        raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
-
-
-def _by_value(values: list[Any]) -> str:
-    """Return text such as 'rank 2 has 65, ranks 0, 1, 3 have 64', with the rarest values first."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
-    parts = sorted(ranks.items(), key=lambda entry: (len(entry[1]), entry[1]))
-    return ", ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} {'have' if len(who) > 1 else 'has'} {value}"
-        for value, who in parts
-    )

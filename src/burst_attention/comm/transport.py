@@ -71,6 +71,8 @@ class Health:
 
     failure: str | None = None  # an earlier error on the group
     history: int = 0  # a digest of all calls and backwards so far, in their order; equal on all ranks
+    agreements: int = 0  # exchanges of records so far, of any plan; equal on all ranks
+    begun: tuple[int, int] | None = None  # the call whose backward runs, and ``agreements`` when it began
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
     marked: int = 0  # the call whose number was last sent beside its tensors, and those messages in flight
     marks: dict[tuple[type, int], tuple[Tensor, Any]] = field(default_factory=dict)

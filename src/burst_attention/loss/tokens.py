@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..attention.passes import check_batches, check_transforms, differentiable_once
+from ..comm.agreement import BACKWARD, over_axis
 from .head import Head, LogitForm, Part, default_chunk, operand, product
 
 MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -85,6 +86,7 @@ class _Measure(torch.autograd.Function):
         most = weight.shape[0] if part_of is None else max(part_of.sizes)  # ranks of an axis take equal chunks
         ctx.chunk = measurement.chunk_tokens or default_chunk(len(rows), most, weight.shape[1])
         ctx.measurement, ctx.part = measurement, part_of
+        ctx.number = 0 if part_of is None else part_of.agreement.count
         with torch.autocast(hidden.device.type, enabled=False):
             w = operand(weight, compute)
             for part in _parts(len(rows), ctx.chunk):
@@ -160,6 +162,8 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
     check_transforms(f"the backward of {measurement.call}", grad=grad)
     check_batches(f"the backward of {measurement.call}", grad)
     hidden, weight, bias, rows, target, lse, entropy = saved
+    if ctx.part is not None:
+        ctx.part.agreement.begin(ctx.number, over_axis(BACKWARD))
     compute, flat = lse.dtype, hidden.flatten(0, 1)
     wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None

@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of, weight_samples
+from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of
 from burst_attention.comm.agreement import Meeting
 
 from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
 from .batch import rows_of
 from .checks import running, shown
 from .dealt import Step, passed
+from .settings import REMEDIES, Settings, weights_of
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
@@ -38,6 +37,7 @@ _OTHER_MODE = (
 _SAME_PROMPT = "Every rank needs the same prompt and the same settings of generate"
 _SAME_SEED = "Seed all ranks alike before generate: torch.manual_seed(seed)"
 _RANDOM = "the state of the random generator"
+_SAME: Mapping[str, Any] = {"remedy": _SAME_PROMPT, "remedies": {**REMEDIES, _RANDOM: _SAME_SEED}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +64,6 @@ class _CachedCall:
     keep: int  # logits of this many last tokens
 
 
-def weights_of(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
-    """Return digests of whole parameters and buffers by name; ``of``: of this rank's parts of those cut over a mesh."""
-    every = [*model.named_parameters(), *model.named_buffers()]
-    if of is not None:
-        every = [(name, x.to_local()) for name, x in every if isinstance(x, DTensor) and x.device_mesh == of]
-    return weight_samples(every)
-
-
 @contextmanager
 def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str) -> Iterator[dict[str, Any]]:
     """Agree on a call of ``generate`` with the other ranks; yield its keywords, as transformers names them.
@@ -93,7 +85,8 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
         _check_mode(settings, given)
         _check_positions_of(settings, limits[1], ids.shape[1])
         fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
-    state.meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+        fields, details = _with_settings(model, fields)
+    state.meeting.agree("generate", fields, details=details, **_SAME)
     state.passed = argument
     try:
         yield kwargs
@@ -112,7 +105,16 @@ def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         settings, fields = _settings(model, given)
         _check_clocks(settings, given)
         fields["the digests of tensors"] = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
-    meeting.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+        fields, details = _with_settings(model, fields)
+    meeting.agree("generate", fields, details=details, **_SAME)
+
+
+def _with_settings(model: Any, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return a call's fields and those of the model's settings, with their details."""
+    if model._burst.meeting.alone:
+        return dict(fields), {}
+    own = Settings(model)
+    return {**fields, **own.fields()}, own.details()
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +154,11 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
             "logits_to_keep": call.keep,
             **call.cache.describe(),
         }
-    meeting.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
+        details = {}
+        if not model._burst.keeps_fit:  # generate has compared them
+            own = model._burst.settings
+            fields, details = {**fields, **own.fields()}, own.details()
+    meeting.agree("the model with a cache", fields, details=details, **_SAME)
     return call
 
 

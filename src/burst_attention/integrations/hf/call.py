@@ -11,7 +11,7 @@ import torch
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
 from burst_attention.loss.checks import divisor_of
 
-from . import arguments, cached, heads, parts, stub_forward, tensor_axis, vision
+from . import arguments, heads, parts, settings, stub_forward, tensor_axis, vision
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
 from .outputs import Call
@@ -19,17 +19,18 @@ from .outputs import Call
 _WEIGHTS = "a sample of the weights"
 _PART = "a sample of this rank's parts of the weights"
 _GRAD = "gradients are wanted"
-_TRAINED = "which parameters need a gradient"
+_AUTOCAST = "autocast"
 _ASKED = ("fused_lm_head", "logits_to_keep", "logits", "output_hidden_states", "output_router_logits")
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
     "weights"
 )
 _REMEDIES = {
+    **settings.REMEDIES,
     **dict.fromkeys((_WEIGHTS, _PART), _SAME_WEIGHTS),
     _GRAD: "Use torch.no_grad() on all ranks of the group, or on none",
+    _AUTOCAST: "Use torch.autocast with one dtype on all ranks of the group, or on none",
     **dict.fromkeys(("num_items_in_batch", *_ASKED), "Pass the same on every rank of the group"),
-    _TRAINED: "Set requires_grad of the same parameters on every rank",
 }
 
 
@@ -55,7 +56,9 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         whole = given.pop("logits", None) == "gather"
         call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
         fields, outer, inner = _fields(model, call)
-    state.meeting.agree("the model", fields, outer=outer, inner=inner, remedy=SAME_BATCH, remedies=_REMEDIES)
+    details = {} if state.settings is None else state.settings.details()
+    remedies = {"remedy": SAME_BATCH, "remedies": _REMEDIES}
+    state.meeting.agree("the model", fields, outer=outer, inner=inner, details=details, **remedies)
     state.compared = True
     call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
     return call
@@ -84,12 +87,17 @@ def _warn_of_labels(model: Any, rows: BatchRows) -> None:
 
 
 def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return what all ranks compare, those that share a sequence alone, and those of a tensor-parallel axis alone."""
+    """Return what all ranks compare, those that share a sequence alone, and those of a tensor-parallel axis alone.
+
+    This is the list of what the ranks of a call must have alike, except what :func:`parallelize` has compared once and
+    what a layer's attention compares (``shared_fields``). The meeting adds which model it is, and the order of calls.
+    """
     given, rows, state, cut = call.given, call.rows, model._burst, tensor_axis.cut_of(model)
     labels = given.get("labels") if rows.targets is None else rows.targets
     tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
+    device = model.device.type
     fields = {
-        **({} if state.meeting.alone else batch_fields(call.plan, **tensors)),
+        **({} if state.meeting.alone else batch_fields(call.plan, **tensors) | state.settings.fields()),
         **vision.digests(model, given),
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
@@ -98,16 +106,16 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
         "output_hidden_states": call.states,
         "output_router_logits": call.router,
         _GRAD: torch.is_grad_enabled(),
+        _AUTOCAST: str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None,
         "a forward or a loss of the model's own": call.own,
     }
     outer, inner = {}, {}
-    if cut is not None:  # the axis sums gradients of a weight, or does not
-        fields[_TRAINED] = state.right.trained()
+    if cut is not None:
         inner["the plan"] = call.plan.schedule.description
     if not (state.meeting.alone or state.compared):
-        fields[_WEIGHTS] = digest_text(cached.weights_of(model))
+        fields[_WEIGHTS] = digest_text(settings.weights_of(model))
         if cut is not None and call.plan.world > 1:
-            outer[_PART] = digest_text(cached.weights_of(model, of=cut.mesh))
+            outer[_PART] = digest_text(settings.weights_of(model, of=cut.mesh))
     return fields, outer, inner
 
 

@@ -104,7 +104,7 @@ def answer(model: Any, body: Any, call: Call) -> Any:
         if out.loss is not None and out.aux_loss is not None:
             out.loss = out.loss + model.router_aux_loss_coef * out.aux_loss.to(out.loss)
     wanted = call.given.get("return_dict", getattr(model.config, "return_dict", True))
-    return out if wanted else out.to_tuple()
+    return _in_turn(model, out if wanted else out.to_tuple())
 
 
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
@@ -171,7 +171,19 @@ def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
     of_tokens = model._burst.form is not None or (labels is not None and labels.dim() == 2)
     if call.rows.real is not None and of_tokens:
         _check_padding(model, around, out, whole, call.rows.real)
-    return out if model._burst.gradients == "mean" else stub_forward.mapped(out, lambda x: scaled(x, 1 / world))
+    if model._burst.gradients == "sum":
+        out = stub_forward.mapped(out, lambda x: scaled(x, 1 / world))
+    return _in_turn(model, out)
+
+
+def _in_turn(model: Any, out: Any) -> Any:
+    """Return the output; before a backward from it exchanges anything over a tensor-parallel axis, ranks compare."""
+    begin = model._burst.meeting.turn()
+    if begin is not None:
+        for x in stub_forward.tensors_of(out):
+            if x.grad_fn is not None:  # a hook runs before the node that made the tensor
+                x.register_hook(begin)
+    return out
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import PlanCache
@@ -36,6 +37,7 @@ from .classes import Converted, revert
 from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around, scaled
+from .settings import Settings
 from .snapshots import Snapshot
 from .versions import warn_of_newer
 
@@ -121,7 +123,8 @@ def parallelize(
     if cut is not None and cut.by_context:
         cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
     register()
-    _convert(base, plan, meeting=meeting, form=form, gradients=gradients, temperature=temperature, memory=memory)
+    state = {"meeting": meeting.of_model(), "form": form, "gradients": gradients, "temperature": temperature}
+    _convert(base, plan, **state, memory=memory)
     return model
 
 
@@ -253,6 +256,8 @@ class _Context:
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
     read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
+    settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
+    copies: int = field(default=0, init=False)  # of this model
     fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
     passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
     warned: bool = field(default=False, init=False)  # of a batch without labels
@@ -260,7 +265,9 @@ class _Context:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
         """Copy the layers' configurations; share the rest, because a process group can't be copied."""
-        return replace(self, layers=copy.deepcopy(self.layers, memo))
+        self.copies += 1
+        own = self.meeting.of_model(f"{self.meeting.outer.model}.{self.copies}")  # a copy is another model
+        return replace(self, layers=copy.deepcopy(self.layers, memo), meeting=own)
 
     def check_parts(self, model: Any) -> None:
         """Check what was attached or changed since the last call, and derive anew what follows from it."""
@@ -287,7 +294,7 @@ class _Context:
         if self.form is not None:
             heads.check_untouched(model)
         self.tables = arguments.tables_of(body)
-        self.right = parts.Watched(model)
+        self.right, self.settings = parts.Watched(model), None if self.meeting.alone else Settings(model)
 
     def _derive(self, model: Any) -> None:
         """Derive what follows from the configurations and attributes of the model, unless they are as before."""
@@ -327,14 +334,16 @@ class _Parallel:
             return generate(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does. Every rank must call it if tensor parallelism cuts the model; rank 0 writes."""
+        """Save as transformers does. All ranks must call it if weights are sharded or cut; rank 0 writes whole ones."""
         save: Any = super().save_pretrained  # type: ignore[misc]
-        given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
-        if tensor_axis.cut_of(self) is not None and given.get("state_dict") is None:
-            first, args = dist.get_rank() == 0, ()
-            whole = tensor_axis.whole_state(cast("nn.Module", self), keep=first)
-            kwargs |= {"state_dict": whole, "is_main_process": first and given.get("is_main_process", True)}
-        return save(save_directory, *args, **kwargs)
+        asked = inspect.signature(save).bind(save_directory, *args, **kwargs)
+        given = asked.arguments
+        sharded = any(isinstance(x, DTensor) for x in cast("nn.Module", self).parameters())
+        if sharded and given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+            first = dist.get_rank() == 0
+            given["state_dict"] = tensor_axis.whole_state(cast("nn.Module", self), keep=first)
+            given["is_main_process"] = first and given.get("is_main_process", True)
+        return save(*asked.args, **asked.kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

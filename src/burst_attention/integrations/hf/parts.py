@@ -16,8 +16,6 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import digest_text
-
 from . import checks, converted, known
 from .checks import dropouts_of
 from .known import is_called, names
@@ -92,8 +90,6 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = [*model.modules()]
-        self._weights = [vars(part)["_parameters"] for part in self._parts]
-        self._trained: tuple[list[bool], str] = ([], "")
         self._configs = [vars(part).get("config") for part in self._parts]  # held, so that their ids stay theirs
         self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if _is_rate(name)]
         self._found = self._state()
@@ -101,13 +97,6 @@ class Watched:
     def unchanged(self) -> bool:
         """Return whether no part, hook, mode or rate has changed since this object was made."""
         return self._found == self._state()
-
-    def trained(self) -> str:
-        """Return a digest of which parameters need a gradient, in the order of the parts."""
-        flags = [x is not None and x.requires_grad for each in self._weights for x in each.values()]
-        if flags != self._trained[0]:
-            self._trained = flags, digest_text(dict(enumerate(flags)))
-        return self._trained[1]
 
     def _state(self) -> list[Any]:
         own = [vars(part) for part in self._parts]

@@ -74,6 +74,26 @@ class Summed(torch.autograd.Function):
         return grad, None
 
 
+class InStep(torch.autograd.Function):
+    """A tensor itself, behind code that saves other tensors on each rank; ``others``, of no elements, get a gradient.
+
+    A checkpoint computes a layer again where the backward first needs a saved tensor, and up to the last one. Both are
+    here or behind it on every rank, so ranks make the exchanges of the layer and those of its backward in one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.new_empty(0))
+        ctx.others = len(others)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        (empty,) = ctx.saved_tensors
+        return grad, *[empty] * ctx.others
+
+
 def whole_tokens(x: Tensor, plan: Plan) -> Tensor:
     """Gather the tokens of a whole sequence: [B * S_local, ...] to [B * S, ...]. Its gradient is summed over ranks."""
     if not min(plan.schedule.layout.lengths):

@@ -19,7 +19,19 @@ from burst_attention.loss.head import SummedGradient
 
 from .checks import ALONE, plans_of
 from .dealt import Step
-from .tensor_parts import OF_EXPERTS, Cut, Scaled, Summed, own_tokens, part, summed, used, using, whole_tokens
+from .tensor_parts import (
+    OF_EXPERTS,
+    Cut,
+    InStep,
+    Scaled,
+    Summed,
+    own_tokens,
+    part,
+    summed,
+    used,
+    using,
+    whole_tokens,
+)
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -96,10 +108,10 @@ def _share_experts(module: Any, how: Cut) -> None:
         index = torch.where(away, none, index % count)
         with using(module, lambda x: Scaled.apply(x.to_local() if isinstance(x, DTensor) else x, how.share)):
             out = type(module).forward(module, hidden, index, weights.masked_fill(away, 0))
-            # If no token chose these experts, the backward must reach all sums nevertheless: others wait for them.
-            if torch.is_grad_enabled() and not out.requires_grad:
-                own = [x for x in module._parameters.values() if x is not None]
-                out = out + sum(x.flatten()[:0].sum() for x in (hidden, weights, *own))
+            # If no token chose these experts, their output has no gradient; the others wait for this rank's sums.
+            idle = torch.is_grad_enabled() and not out.requires_grad
+            own = [hidden, weights, *(x for x in module._parameters.values() if x is not None)] if idle else []
+            out = InStep.apply(out, *(x.flatten()[:0] for x in own))
         return Summed.apply(out if plan is None else own_tokens(out, plan), group)
 
     module.forward = forward

@@ -1,0 +1,366 @@
+"""What one rank of a call does otherwise: every rank raises a named error, or has the right numbers.
+
+``OTHERWISE`` has an entry for each field of the record that ranks compare; a test fails for a field without one.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import random
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import call
+from tests.distributed.test_mesh import (
+    batch_of,
+    gradients,
+    mesh_of,
+    meshed,
+    model_of,
+    ready_for_a_loss,
+    stock_loss,
+    whole_gradients,
+    worst,
+)
+from tests.support.hf_models import SEQLEN, WHOLE_HEADS, make_batch, make_model
+
+SIZES = [(1, 1, 2), (1, 2, 1), (1, 2, 2)]
+NAMED = (DisagreementError, ExchangeError, PeerError)
+ROUTED = {"router_aux_loss_coef": 0.3}
+
+
+@contextlib.contextmanager
+def set_to(owner, **values):
+    """Give an object other attributes inside this context."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
+@contextlib.contextmanager
+def frozen(weight):
+    weight.requires_grad_(False)
+    yield
+    weight.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def rounded(weight):
+    before, weight.data = weight.data, weight.data.float()
+    yield
+    weight.data = before
+
+
+@contextlib.contextmanager
+def evaluated(model):
+    model.eval()
+    yield
+    model.train()
+
+
+@contextlib.contextmanager
+def hooked(part):
+    handle = part.register_forward_hook(hf.token_wise(lambda module, given, out: 2 * out))
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def another_class(part):
+    before = type(part)
+    part.__class__ = type("Louder", (before,), {"forward": lambda self, x: 2 * before.forward(self, x)})
+    hf.token_wise(type(part))
+    yield
+    part.__class__ = before
+
+
+@contextlib.contextmanager
+def with_its_own_loss(model):
+    model.loss_function = lambda logits, labels, **_: logits.double().sin().mean()
+    yield
+    del model._loss_function
+
+
+@contextlib.contextmanager
+def changed(weight):
+    local = getattr(weight, "_local_tensor", weight).data
+    before = local.clone()
+    local.mul_(1.5)
+    yield
+    local.copy_(before)
+
+
+def given(**changes):
+    """Return a change of the batch: of an argument, or by a function of it."""
+
+    def change(model, other, batch):
+        batch.update({name: value(batch) if callable(value) else value for name, value in changes.items()})
+        return contextlib.nullcontext()
+
+    return change
+
+
+def attention_of(model):
+    return model.model.layers[1].self_attn
+
+
+# By what a rank does otherwise: how, as a context, with a second model and its batch; and the field that names it.
+OTHERWISE = {
+    "tokens": (given(input_ids=lambda b: b["input_ids"].roll(1, 1)), "the digest of input_ids"),
+    "labels": (given(labels=lambda b: b["labels"].roll(1, 1)), "the digest of labels"),
+    "padding": (
+        given(
+            attention_mask=lambda b: (torch.arange(37) < 30).long().expand(2, -1),
+            labels=lambda b: b["labels"].masked_fill(torch.arange(37) >= 30, -100),
+        ),
+        "the digest of attention_mask",
+    ),
+    "documents": (given(position_ids=lambda b: (torch.arange(37) % 20).expand(2, -1)), "documents"),
+    "count": (given(num_items_in_batch=50), "num_items_in_batch"),
+    "fused": (given(fused_lm_head=True), "fused_lm_head"),
+    "kept logits": (given(logits_to_keep=2), "logits_to_keep"),
+    "logits": (given(logits="gather"), "logits"),
+    "states": (given(output_hidden_states=True), "output_hidden_states"),
+    "router": (given(output_router_logits=True), "output_router_logits"),
+    "no gradients": (lambda *_: torch.no_grad(), "gradients are wanted"),
+    "autocast": (lambda *_: torch.autocast("cpu", torch.bfloat16), "autocast"),
+    "loss": (lambda model, *_: with_its_own_loss(model), "a forward or a loss of the model's own"),
+    "weights": (lambda model, *_: changed(model.model.norm.weight), "a sample of the weights"),
+    "parts": (lambda model, *_: changed(model.lm_head.weight), "a sample of this rank's parts of the weights"),
+    "another model": (lambda model, other, _: set_to(model, _burst=other._burst), "which model"),
+    "layout": (lambda model, other, _: set_to(model._burst, plans=other._burst.plans), "the plan"),
+    "frozen": (lambda model, *_: frozen(model.model.norm.weight), "which parameters need a gradient"),
+    "dtype": (lambda model, *_: rounded(model.model.norm.weight), "dtypes and shapes of the weights"),
+    **{
+        name: (change, f"settings of the model's parts ({what}")
+        for name, change, what in (
+            ("scaling", lambda model, *_: set_to(attention_of(model), scaling=0.5), "scaling of model.layers.1.self_"),
+            ("eps", lambda model, *_: set_to(model.model.norm, variance_epsilon=0.1), "variance_epsilon of model.norm"),
+            ("router's", lambda model, *_: set_to(model.model.layers[0].mlp.gate, top_k=1), "top_k of model.layers.0."),
+            ("factor", lambda model, *_: set_to(model, router_aux_loss_coef=0.5), "router_aux_loss_coef of the model"),
+            ("mode", lambda model, *_: evaluated(model), "training of the model"),
+            ("hook", lambda model, *_: hooked(model.model.layers[0].input_layernorm), "hooks of model.layers.0.input"),
+            ("class", lambda model, *_: another_class(model.model.norm), "the class of model.norm"),
+            (
+                "recomputed",
+                lambda model, *_: set_to(model.model.layers[0], gradient_checkpointing=True),
+                "gradient_checkpointing of model.layers.0",
+            ),
+        )
+    },
+}
+FIRST = ("weights", "parts")  # compared until a call of the model has passed
+OF_AXIS = ("parts", "layout")  # need a tensor-parallel axis
+
+
+def alone_on(odd, change, model, other):
+    """Return this rank's error, or its loss, of a call that the rank ``odd`` makes otherwise."""
+    batch = batch_of("plain", 0)
+    with change(model, other, batch) if dist.get_rank() == odd else contextlib.nullcontext():
+        try:
+            return model(**batch).loss.item()
+        except DisagreementError as error:
+            return str(error)
+
+
+def otherwise(seed, sizes):
+    """Let ranks drawn by chance do what ``OTHERWISE`` lists, in an order drawn by chance.
+
+    Return what came of each, the fields of the record, and the errors of the loss and gradients of a step behind it.
+    """
+    draw, fields = random.Random(f"{seed} {sizes}"), set()
+    model, mesh = meshed("mixtral", sizes, **ROUTED)
+    other = hf.tensor_parallel(model_of("mixtral", **ROUTED), mesh["tp"])
+    hf.parallelize(other, mesh["cp"], strategy=replace(WHOLE_HEADS, layout="striped"), timeout=30)
+    model.model.layers[0]._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+    def listed(*args):
+        found = fields_of(*args)
+        fields.update(*found)
+        return found
+
+    found, fields_of = {}, call._fields
+    with mock.patch.object(call, "_fields", listed):
+        for name in sorted(OTHERWISE, key=lambda name: (name not in FIRST, draw.random())):
+            if name not in OF_AXIS or (sizes[2] > 1 and (name != "parts" or sizes[1] > 1)):
+                found[name] = alone_on(draw.randrange(dist.get_world_size()), OTHERWISE[name][0], model, other)
+    one, batch = model_of("mixtral", **ROUTED), batch_of("plain", 1)
+    wanted, loss = stock_loss(one, batch), model(**batch).loss
+    wanted.backward(), loss.backward()
+    apart = worst(whole_gradients(model, mesh, shards=False), gradients(one))
+    return found, fields, abs(loss.item() / wanted.item() - 1), apart
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seed"),
+    [((1, 2, 2), 0), *(pytest.param(x, seed, marks=pytest.mark.long) for x in SIZES for seed in range(1, 5))],
+)
+def test_what_one_rank_does_otherwise_is_named_by_all(pools, sizes, seed):
+    for found, fields, loss, apart in pools(sizes[1] * sizes[2]).run(otherwise, seed, sizes):
+        for name, text in found.items():
+            assert isinstance(text, str) and OTHERWISE[name][1] in text, (name, text)
+        assert loss <= 5e-7 and apart <= 2e-6
+        if sizes == (1, 2, 2):
+            named = [field for _, field in OTHERWISE.values()]
+            assert not [field for field in fields if not any(text.startswith(field) for text in named)]
+
+
+EVERY_STEP = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+
+
+def orders_of(draw):
+    """Return the steps of two models, and those of a rank that runs them in another order, fewer or more."""
+    places = itertools.permutations(EVERY_STEP)
+    orders = [x for x in places if all(x.index(("forward", n)) < x.index(("backward", n)) for n in (0, 1))]
+    usual = draw.choice(orders)
+    return usual, draw.choice([draw.choice(orders), draw.choice(orders), usual[:-1], (*usual, usual[0])])
+
+
+def scaled(n):
+    one = model_of("llama")
+    for x in one.parameters():
+        x.data *= 1 + n / 10
+    return one
+
+
+def stepped(sizes, steps):
+    """Run the steps of two models that differ in their weights alone; return this rank's error, or the gradients'."""
+    mesh, group = mesh_of(*sizes), None
+    if sizes[2] == 1:  # a context: its ranks may wait, and the group is of no use behind it
+        group = dist.new_group()
+    models = [hf.tensor_parallel(scaled(n), mesh["tp"]) for n in (0, 1)]
+    for model in models:
+        hf.parallelize(model, group or mesh["cp"], strategy=WHOLE_HEADS, timeout=2 if group else 30)
+    batch, losses = batch_of("plain", 0), {}
+    try:
+        for step, n in steps:
+            if step == "forward":
+                losses[n] = models[n](**batch).loss
+            else:
+                losses[n].backward()
+        models[0](**batch)  # who made fewer steps, or more, meets the others here
+    except NAMED as error:
+        return str(error)
+    apart = 0.0
+    for n, model in enumerate(models):
+        one = scaled(n)
+        stock_loss(one, batch).backward()
+        apart = max(apart, worst(whole_gradients(model, mesh, shards=False), gradients(one)))
+    return apart
+
+
+def steps_drawn(seed, sizes, draws):
+    """Let a rank drawn by chance run other steps than the others; return (whether they are other, the outcome)."""
+    draw, found = random.Random(f"{seed} {sizes}"), []
+    for _ in range(draws):
+        usual, other = orders_of(draw)
+        mine = other if dist.get_rank() == draw.randrange(dist.get_world_size()) else usual
+        found.append((other != usual, stepped(sizes, mine)))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seed", "draws"),
+    [
+        ((1, 2, 2), 0, 5),
+        ((1, 2, 1), 0, 2),
+        *(pytest.param(x, seed, 12, marks=pytest.mark.long) for x in SIZES for seed in (1, 2)),
+    ],
+)
+def test_models_and_backwards_in_other_orders_never_mix(pools, sizes, seed, draws):
+    """Teacher and student, of one configuration and over one group: losses of neither, gradients of both."""
+    for drawn in zip(*pools(sizes[1] * sizes[2]).run(steps_drawn, seed, sizes, draws), strict=True):
+        assert len({type(outcome) for _, outcome in drawn}) == 1, drawn  # an error on every rank, or on none
+        for other, outcome in drawn:
+            assert isinstance(outcome, str) if other else outcome <= 2e-6, drawn
+
+
+def copied(odd):
+    """Call a model and two copies of it, whose weights are equal; one rank swaps the copies."""
+    model, _ = meshed("llama", (1, 2, 1))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    for each in copies[::-1] if dist.get_rank() == odd else copies:
+        try:
+            each(**batch_of("plain", 0))
+        except DisagreementError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_copies_of_a_model_are_other_models(pools):
+    for text in pools(2).run(copied, 1):
+        assert "the ranks disagree on which model: " in text
+
+
+def with_a_plan(odd, swapped_at):
+    """Call a teacher and a student with one plan, in three steps; the rank ``odd`` swaps them in one of the steps."""
+    plan = make_plan(SEQLEN, group=dist.new_group(), strategy=WHOLE_HEADS, timeout=2)
+    models = [make_model("llama"), make_model("llama")]
+    models[1].load_state_dict({name: 1.1 * x for name, x in models[1].state_dict().items()})
+    shard = hf.shard_batch(make_batch(), plan)
+    found = [{}, {}]
+    try:
+        for step in range(3):
+            places = (1, 0) if (dist.get_rank(), step) == (odd, swapped_at) else (0, 1)
+            for n in places:
+                found[n][step] = models[n](**shard, plan=plan, use_cache=False).logits
+            dist.barrier()
+    except NAMED as error:
+        return str(error)
+    return all(torch.equal(x[0], x[step]) for x in found for step in range(3))
+
+
+@pytest.mark.parametrize(
+    ("swapped_at", "text"), [(0, "a sample of the weights"), (2, "could not"), pytest.param(None, None)]
+)
+def test_models_that_get_one_plan_never_mix(pools, swapped_at, text):
+    for found in pools(2).run(with_a_plan, 1, swapped_at):
+        assert found is True if text is None else text in found
+
+
+def losses_in_another_order(odd):
+    """The loss of a head that is cut, without a model around it, sums gradients over the axis too."""
+    model, hidden, plan, labels = ready_for_a_loss()
+    losses = [hf.next_token_loss(model, (n * hidden).requires_grad_(), labels, plan) for n in (1, 2)]
+    for loss in losses[::-1] if dist.get_rank() == odd else losses:
+        try:
+            loss.backward()
+        except DisagreementError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_backwards_of_losses_in_another_order(pools):
+    found = pools(4).run(losses_in_another_order, 1)
+    assert all("the ranks disagree on the call whose backward begins" in text for text in found[:2])
+    assert found[2:] == ["nothing"] * 2  # the ranks of another axis, which exchange nothing with these here
+
+
+def agreements_of_a_step():
+    """Count the agreements of a second step of a model, by group: the axis "tp", and the context."""
+    model, _ = meshed("llama", (1, 2, 2))
+    meeting = model._burst.meeting
+    for _ in range(2):
+        before = [each.count for each in (meeting.inner, meeting.outer)]
+        loss = model(**batch_of("plain", 0)).loss
+        middle = [each.count for each in (meeting.inner, meeting.outer)]
+        loss.backward()
+    after = [each.count for each in (meeting.inner, meeting.outer)]
+    return [y - x for x, y in zip(before, middle, strict=True)], [y - x for x, y in zip(middle, after, strict=True)]
+
+
+def test_a_backward_takes_one_agreement(pools):
+    """In a forward: the model's call, and that of the loss (over the context: its sums)."""
+    assert pools(4).run(agreements_of_a_step) == [([2, 2], [1, 1])] * 4
