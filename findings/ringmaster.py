@@ -61,7 +61,7 @@ def compared(batch, kind="llama", own=None, way=manager, backend="ulysses", bala
         dist.all_reduce(x)
         x /= WORLD
     off = 0.0
-    for ours, right in zip(model.parameters(), plain.parameters()):
+    for ours, right in zip(model.parameters(), plain.parameters(), strict=True):
         if right.grad is not None:
             found = torch.zeros_like(right) if ours.grad is None else ours.grad
             off = max(off, ((found - right.grad).norm() / right.grad.norm()).nan_to_num(torch.inf).item())
