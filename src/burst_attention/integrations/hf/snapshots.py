@@ -30,7 +30,7 @@ class Snapshot:
         self._kept = [{name: _kept(name, value) for name, value in vars(owner).items()} for owner in self._owners]
 
     def unchanged(self) -> bool:
-        """Return whether nothing has changed. Takes 2 µs a module."""
+        """Return whether nothing has changed. Takes 1 µs a module."""
         same = all(_equal(vars(owner), kept) for owner, kept in zip(self._owners, self._kept, strict=True))
         return same and self._kinds == [_kind(part) for part in self._parts]
 
