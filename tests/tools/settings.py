@@ -42,6 +42,7 @@ from tests.tools.moves import COMMON, SIZED, settings_of
 BAD = ("late", "different", "error")
 MOST, MANY = 3, 8  # values of one number that are run, and of a name, a list or rotary frequencies
 DOCUMENTS = (0, 17, 18, SEQLEN)  # of a packed batch
+LISTED = 20  # model types that a row names
 TITLE = "Settings"
 
 
@@ -279,9 +280,14 @@ def _rows(outcomes: list[Outcome], kinds: tuple[str, ...]) -> list[tuple[str, st
         if outcome.kind in kinds:
             why = families.OWNER.sub("", families.SUFFIX.sub("", outcome.text)).replace("|", "or")
             shown, types = found.setdefault(why, (set(), set()))
-            shown.add(f"`{outcome.name}={_short(outcome)}`")
+            shown.add(f"{outcome.name}={_short(outcome)}")
             types.add(outcome.model_type)
-    return [(", ".join(sorted(shown)), ", ".join(sorted(types)), why) for why, (shown, types) in found.items()]
+    rows = [
+        (", ".join(f"`{each}`" for each in sorted(shown)), sorted(types), why) for why, (shown, types) in found.items()
+    ]
+    return [
+        (shown, ", ".join(types) if len(types) <= LISTED else f"{len(types)} types", why) for shown, types, why in rows
+    ]
 
 
 def _short(outcome: Outcome) -> str:
