@@ -83,6 +83,8 @@ class Subject:
             self.results[name] = torch.zeros(1) if parameter.grad is None else parameter.grad
         if not all(x.isfinite().all() for x in self.results.values()):
             raise ValueError("not finite")
+        if not any(each.any() for name, each in self.results.items() if name not in ("loss", "hidden")):
+            raise ValueError("no gradient")  # a factor of 0, for example
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -258,9 +260,9 @@ def page(outcomes: list[Outcome], date: str) -> str:
     settings = len({(outcome.model_type, outcome.name) for outcome in ran})
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
     lines = [
-        f"{date}, {versions}: {len(ran)} values of {settings} settings of {len(types)} model types, each beside the "
-        f"others as above. **Equal**: {counts['equal']}. **Refused** by `hf.parallelize`: {counts['refused']}, of "
-        f"types that are equal above:",
+        f"{date}, {versions}: {len(ran)} values of {settings} settings, of {len(types)} of the "
+        f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} model types. **Equal**: {counts['equal']}. **Refused** by "
+        f"`hf.parallelize`: {counts['refused']}. Refused although the type is equal above:",
         "",
         "| setting | model types | reason |",
         "|---|---|---|",
