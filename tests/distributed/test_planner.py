@@ -326,7 +326,7 @@ def test_what_is_chosen_is_right(world: int, mask: Mask, rates: Rates) -> None:
     [
         (lambda rank: {"circulate": ("query", "nearest")[rank]}, "circulate"),
         (lambda rank: {"nodes": [0, rank]}, "nodes"),
-        (lambda rank: {"q_heads": 4 * (1 + rank), "head_dim": 8}, "calls to expect"),
+        (lambda rank: {"q_heads": 4 * (1 + rank), "head_dim": 8}, "call.q_heads: rank 0 has 4, rank 1 has 8"),
         (lambda rank: {"layout": ("auto", "zigzag")[rank]}, "layout"),
     ],
 )

@@ -159,11 +159,12 @@ def judge(model_type: str) -> Verdict:
         return _without_weights(model_type, parts, _reason(model_type, "larger than is run here"))
     try:
         alone = model_of(model_type, config, "eager")
+        models = copies_of(alone)
         expected = one_process(model_type, alone)
     except Exception as error:
         return _without_weights(model_type, parts, first_line(error))
     try:
-        return _by_running(model_type, config, alone, expected)
+        return _by_running(model_type, config, alone, expected, models)
     except WorkerError as error:
         text = refusal(error)
         others = [each for each in error.errors.values() if each]
@@ -208,8 +209,7 @@ def one_process(model_type: str, alone: Any) -> Any:
     return out
 
 
-def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected: Any) -> Verdict:
-    models = copies_of(alone)
+def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected: Any, models: list[Any]) -> Verdict:
     windows: set[int | None] = set()
     mechanisms = mechanisms_of(alone, config)
 
@@ -239,7 +239,7 @@ def _by_running(model_type: str, config: PreTrainedConfig, alone: Any, expected:
 
 
 def copies_of(alone: Any) -> list[Any]:
-    """The same model for each rank, as it was before it ran in one process."""
+    """The same model for each rank. Copy it before it runs: some models then hold a state, which can't be copied."""
     models = [copy.deepcopy(alone) for _ in range(WORLD)]
     for model in models:
         model.zero_grad()

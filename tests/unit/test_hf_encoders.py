@@ -150,7 +150,7 @@ def test_dropout_of_weights_is_refused():
 def test_parts_that_are_not_converted_are_refused():
     """By hand, without ``hf.parallelize``."""
     hf.register()
-    for model_type in ("bart", "gptj"):
+    for model_type in ("bart", "gpt_neo"):
         model = tiny.made(model_type, "ForCausalLM")
         with pytest.raises(ValueError, match=r"call hf\.parallelize\(model\)"):
             converted.check_converted(model)

@@ -155,7 +155,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
             **call.cache.describe(),
         }
         details = {}
-        if not model._burst.keeps_fit:  # generate has compared them
+        if model._burst.passed is None:  # else generate has compared them
             own = model._burst.settings
             fields, details = {**fields, **own.fields()}, own.details()
     meeting.agree("the model with a cache", fields, details=details, **_SAME)
