@@ -14,6 +14,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import checks, converted, models, own_attention
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
+from tests.tools import families
 
 # (model type, head, case, ranks)
 EQUAL = [
@@ -161,10 +162,59 @@ def test_encoder_is_not_causal_and_mixtures_are_refused():
     assert models.is_causal(model.bert) is False
     model.bert.encoder.layer[1].attention.self.is_causal = True
     with pytest.raises(ValueError, match=r"encoder\.layer\.1\.attention\.self of BertModel is causal, but"):
-        hf.parallelize(model)
+        models.is_causal(model.bert)
     model.config.is_decoder = True
     with pytest.raises(ValueError, match="says is_causal=False, but the configuration is_decoder=True"):
-        hf.parallelize(model)
+        models.is_causal(model.bert)
+    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="is_decoder=True, so its mask is not"):
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
+
+
+# Decoders that run as encoders, by their configuration.
+BIDIRECTIONAL = {
+    "gemma3_text": {"use_bidirectional_attention": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"use_bidirectional_attention": "all", "layer_types": ["sliding_attention", "full_attention"]},
+    "llama": {"is_causal": False},
+    "mistral": {"is_causal": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "case", "world"),
+    [
+        ("gemma3_text", "whole", 3),
+        ("gemma3_text", "packed", 2),
+        ("gemma4_text", "packed", 2),
+        ("llama", "padded", 3),
+        ("mistral", "whole", 2),
+        pytest.param("gemma4_text", "whole", 3, marks=pytest.mark.long),
+        pytest.param("mistral", "packed", 3, marks=pytest.mark.long),
+        pytest.param("llama", "packed", 2, marks=pytest.mark.long),
+    ],
+)
+def test_decoders_made_encoders_equal_one_process(monkeypatch, model_type, case, world):
+    settings = families.OWN.get(model_type, {}) | BIDIRECTIONAL[model_type] | {"num_hidden_layers": 2}
+    monkeypatch.setitem(families.OWN, model_type, settings)
+    model, batch = tiny.made.__wrapped__(model_type, "ForCausalLM"), tiny.make_batch("ForCausalLM", case)
+    loss, gradient, name = tiny.worst_of(model, batch, world)
+    assert (loss <= 2e-7, gradient <= 2e-6) == (True, True), name
+    causal = copy.deepcopy(model)
+    causal.config.is_causal, causal.config.use_bidirectional_attention = True, None
+    assert abs(tiny.one_process(causal, batch)[0] - tiny.one_process(model, batch)[0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "setting", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "makes causal masks, which only some of transformers'"),
+        ("llama4_text", {"is_causal": False}, "is_causal=False of the configuration: chunked layers of"),
+        ("bamba", {"is_causal": False}, "passes a state from token to token"),
+        ("nemotron", {"is_causal": False}, "does not get it"),
+    ],
+)
+def test_decoders_that_are_not_certain_to_be_encoders_are_refused(model_type, setting, message):
+    with pytest.raises(ValueError, match=message):
+        hf.check_config(families.tiny_config(model_type, **setting))
 
 
 def test_dropout_and_packing_without_positions_are_refused():

@@ -202,8 +202,14 @@ def test_plans_and_batches_that_do_not_fit(llama):
         call(llama, plan)
     with pytest.raises(ValueError, match="input_ids has 40 tokens, the plan gives this rank 20 of 20"):
         llama(**make_batch(), position_ids=torch.arange(SEQLEN)[None], plan=make_plan(20), use_cache=False)
-    with pytest.raises(ValueError, match=r"the mask or_masks|is_causal=False"):
-        call(make_model("gemma3", use_bidirectional_attention=True), make_plans("gemma3"))
+    both = make_model("gemma3", use_bidirectional_attention=True)  # halves its window of 7
+    with pytest.raises(ValueError, match=r"sliding_window=4 of the layer is not among the plans' windows \[7, None\]"):
+        call(both, make_plans("gemma3"))
+    first = make_plan(SEQLEN)
+    with pytest.raises(ValueError, match="is_causal=False of the layer is not the causal=True"):
+        call(both, {window: first.with_mask(Mask(window=window)) for window in (None, 4)})
+    plans = {window: first.with_mask(Mask(causal=False, window=window)) for window in (None, 4)}
+    assert call(both, plans).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

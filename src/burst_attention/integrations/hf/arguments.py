@@ -101,7 +101,7 @@ def has_no_effect(model: Any, name: str, value: Any) -> bool:
     """Return whether an argument asks for what the model does anyway, so that it can be dropped."""
     if name == "is_causal":
         return bool(value == model._burst.plans.causal)
-    return stub_forward.is_off(name, value, stock_class(model).forward, stock_class(vision.text_of(model)).forward)
+    return stub_forward.is_default(name, value, stock_class(model).forward, stock_class(vision.text_of(model)).forward)
 
 
 def _check_logits(model: Any, given: Mapping[str, Any]) -> None:

@@ -188,15 +188,17 @@ def _request_mask(
         if model is not None and not hasattr(model, "_burst"):
             parts.check_attention_is_ours(model)
     causal, window, chunk, foreign = False, None, None, []
-    together, beyond, found = None, False, list(_mask_parts(mask_function))
+    together, beyond, both, found = None, False, False, list(_mask_parts(mask_function))
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens
-        if kind == "or_masks" and together is None:
+        if kind == "or_masks" and together is None and not both:
             joined = _closure(part)["mask_functions"]
-            if len(joined) == 2 and next(_mask_parts(joined[1]))[0] == "blockwise_overlay":
-                together, others = _closure(joined[1])["block_sequence_ids"], list(_mask_parts(joined[0]))
-                beyond = "sliding_window_overlay" in [each for each, _ in others]
-                found += others  # taken up by this same loop
-            else:
+            others, added = list(_mask_parts(joined[0])), joined[-1]
+            found += others  # taken up by this same loop
+            windows = [_closure(each)["sliding_window"] for name, each in others if name == "sliding_window_overlay"]
+            beyond, both = bool(windows), len(joined) == 2 and _adds_later_keys(added, *windows)
+            if len(joined) == 2 and next(_mask_parts(added))[0] == "blockwise_overlay":
+                together = _closure(added)["block_sequence_ids"]
+            elif not both:
                 foreign.append("the mask or_masks")
         elif kind == "causal_mask_function":
             causal = True
@@ -212,9 +214,20 @@ def _request_mask(
             foreign.append(f"the mask {kind}")
     if attention_mask is not None and not attention_mask.all():
         foreign.append(PADDING)
+    causal = causal and not both
     if causal and window is None and chunk is None and together is None and not foreign:
         return None
     return MaskRequest(causal, window, tuple(foreign), chunk, together, beyond)
+
+
+def _adds_later_keys(overlay: Any, window: int | None = None) -> bool:
+    """Return whether an overlay is Gemma 3's that makes a causal mask bidirectional, in the same window."""
+    if not getattr(overlay, "__module__", "").startswith("transformers.models."):
+        return False
+    if window is None:
+        return str(overlay.__qualname__).endswith("TextModel.forward.<locals>.<lambda>") and bool(overlay(0, 0, 0, 1))
+    within = overlay.__qualname__ == "_bidirectional_window_overlay.<locals>.inner_mask"
+    return within and bool(_closure(overlay)["sliding_window"] == window)
 
 
 def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:

@@ -157,6 +157,8 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
         return asked
+    if request is not None and not request.causal and asked == sliding_window + 1:  # the largest distance
+        return asked
     raise ValueError(
         f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
     )

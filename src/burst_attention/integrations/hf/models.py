@@ -9,7 +9,7 @@ runs. ``check_model`` also measures the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,12 +23,17 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
-from . import converted, known, parts, stub_forward
+from . import converted, known, parts, stub_forward, vision
 from .checks import check_rope, running
+from .classes import stock_class
 from .parts import ALONE, NAME
 
 _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
 DOCUMENT = 7  # tokens of a document in the measurement of check_model; a number that sizes of layers rarely have
+_CAUSAL_MASKS = known.names("create_causal_mask create_sliding_window_causal_mask")
+_BOTH_WAYS = known.names(
+    "create_bidirectional_mask create_bidirectional_sliding_window_mask use_bidirectional_attention"
+)
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -65,7 +70,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
                 f"transformers can't build it ({type(error).__name__}: {error}); correct config.json"
             ) from error
         check_parts(model.train(training), model, layout)
-        is_causal(stub_forward.body_of(model))
+        check_causal(model)
 
 
 def check_parts(model: Any, body: Any, layout: str) -> None:
@@ -112,7 +117,11 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     chunk = getattr(config, "attention_chunk_size", None)
     reaches: dict[str, Reach] = {known.CHUNKED: Chunked(chunk) if chunk else None}
     reaches["local"] = getattr(config, "window_size", None)  # GPT Neo
-    sliding = [None if window is None else window + (not causal) for window in windows]
+    # A bidirectional mask of transformers names the largest distance, Gemma 3's own the first one beyond.
+    beyond = not causal and not (
+        getattr(config, "use_bidirectional_attention", None) is True and getattr(config, "is_causal", True)
+    )
+    sliding = [None if window is None else window + beyond for window in windows]
     pairs = zip(kinds, sliding, strict=True)
     return [window if kind == "sliding_attention" else reaches.get(kind) for kind, window in pairs]
 
@@ -131,19 +140,65 @@ def windows_of(model: Any, *, causal: bool) -> list[Reach]:
 
 def is_causal(body: nn.Module) -> bool:
     """Return whether the attention of a model's layers is causal, as they state; each call is compared with that."""
-    attentions = ((name, each) for name, each in body.named_modules() if parts.attends(each))
-    stated = {name: known.states_causal(each) for name, each in attentions if name.split(".")[-1] not in _OF_ENCODER}
-    if getattr(getattr(body, "config", None), "is_decoder", False):
-        for name, causal in stated.items():
-            if not causal:
-                raise ValueError(
-                    f"{name} of {type(body).__name__} says is_causal=False, but the configuration is_decoder=True, so "
-                    f"its mask is not certain; {ALONE}"
-                )
+    attentions = {name: each for name, each in body.named_modules() if parts.attends(each)}
+    own = {name: each for name, each in attentions.items() if name.split(".")[-1] not in _OF_ENCODER}
+    stated = {name: known.states_causal(each) for name, each in own.items()}
+    config, kind = getattr(body, "config", None), type(body).__name__
+    used = _mask_names(body)
+    if not getattr(config, "is_causal", True) and (used & _CAUSAL_MASKS or any(stated.values())):
+        if reason := _reason_against_encoding(body, own):
+            raise ValueError(f"is_causal=False of the configuration: {reason}; leave it out, or {ALONE}")
+        return False
+    for name in [name for name, causal in stated.items() if not causal]:
+        if getattr(config, "is_decoder", False):
+            raise ValueError(
+                f"{name} of {kind} says is_causal=False, but the configuration is_decoder=True, so its mask is not "
+                f"certain; {ALONE}"
+            )
+        if used & _CAUSAL_MASKS and not used & _BOTH_WAYS:
+            raise ValueError(
+                f"{name} of {kind} says is_causal=False, but {kind} makes causal masks, which only some of "
+                f"transformers' attentions read; unset use_bidirectional_attention, or {ALONE}"
+            )
     if len({*stated.values()}) < 2:
         return all(stated.values())
     names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
-    raise ValueError(f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not; {ALONE}")
+    raise ValueError(f"{names[0]} of {kind} is causal, but {names[1]} is not; {ALONE}")
+
+
+def check_causal(model: Any) -> bool:
+    """Return whether plans are causal. A vision-language model's own masks add the groups that see each other."""
+    body = vision.text_of(model)
+    if vision.language_model_of(model) is None:
+        return is_causal(body)
+    used = "use_bidirectional_attention" in _mask_names(body) and body.config.use_bidirectional_attention
+    if used or not getattr(body.config, "is_causal", True):
+        raise ValueError(
+            f"{type(body).__name__} is bidirectional by its configuration (use_bidirectional_attention, is_causal), "
+            f"which is not supported inside {type(model).__name__}; {ALONE}"
+        )
+    return True
+
+
+def _reason_against_encoding(body: nn.Module, attentions: Mapping[str, nn.Module]) -> str | None:
+    """Return why a body may not be as its configuration's ``is_causal=False`` says, or None."""
+    kind = type(body).__name__
+    if mixer := next(known.mixers_of(body), None):
+        return f"{mixer[0]} of {kind} passes a state from token to token"
+    if any(known.CHUNKED in kinds for _, kinds in known.layer_lists(body.config)):
+        return f"chunked layers of {kind} stay causal"
+    for name, attention in attentions.items():
+        if known.gets_no_keywords(attention):
+            return f"{name} of {kind} does not get it"
+    forward = stock_class(stub_forward.taker_of(body)).forward
+    if not (_mask_names(body) & _CAUSAL_MASKS and stub_forward.is_decorated(forward, "merge_with_config_defaults")):
+        return f"{kind} is not known to follow it"
+    return None
+
+
+def _mask_names(body: nn.Module) -> frozenset[str]:
+    """Return the global names and attributes in the forward of a body, whose masks follow from them."""
+    return known.code_names(stock_class(stub_forward.taker_of(body)).forward)
 
 
 def embeds_positions(model: Any) -> bool:

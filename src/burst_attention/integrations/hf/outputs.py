@@ -144,6 +144,12 @@ class _WholeOutput(MoeModelOutputWithPast):
     pooler_output: Tensor | None = None
     cross_attentions: Any = None
 
+    def lack(self, made: Any) -> None:
+        """Have the fields that a body's own output has and leaves empty (Gemma 4's keys for other models)."""
+        for name in vars(made) if isinstance(made, ModelOutput) else ():
+            if getattr(made, name) is None and not hasattr(self, name):
+                setattr(self, name, None)
+
 
 @torch.compiler.disable
 def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
@@ -154,6 +160,7 @@ def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
 
     def results() -> Any:
         made = body()
+        whole.lack(made)
         hidden = made[0] if head is None else heads.for_head(made[0], head.weight)
         whole.last_hidden_state = scaled(_gathered(hidden, call), world)
         if call.states is not False:
@@ -191,6 +198,7 @@ def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any
     """Refuse a loss that depends on the hidden states of padding, which differ from those on one device."""
     hidden = whole.last_hidden_state
     other = _WholeOutput(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
+    other.lack(whole)
     other.pooler_output = whole.pooler_output
     other.router_logits = whole.router_logits
     again = around.run(lambda: other, nullcontext, keep=False)

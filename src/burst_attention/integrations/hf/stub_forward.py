@@ -57,10 +57,15 @@ def _parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     return parameters_of(type(module).forward) if own is None else inspect.signature(own).parameters
 
 
-def is_off(name: str, value: Any, *forwards: Any) -> bool:
-    """Return whether an argument is False, as it is by default in transformers or in one of the forwards."""
+def is_default(name: str, value: Any, *forwards: Any) -> bool:
+    """Return whether an argument has its default value, in transformers or in the signature of one of the forwards."""
+    if name in _MORE and value is False:
+        return True
     named = (parameters_of(forward).get(name) for forward in forwards)
-    return value is False and (name in _MORE or any(each is not None and each.default is False for each in named))
+    plain = isinstance(value, (bool, int, float, str))
+    return plain and any(
+        each is not None and type(each.default) is type(value) and each.default == value for each in named
+    )
 
 
 def run_body(body: Any, **given: Any) -> Any:
@@ -103,6 +108,17 @@ def _stock_code(function: Any, name: str) -> CodeType | None:
         if not hasattr(function, "__wrapped__"):
             return code if code.co_qualname == name else None
         function = function.__wrapped__
+
+
+def is_decorated(forward: Any, decorator: str) -> bool:
+    """Return whether a function has a decorator of transformers, by its name."""
+    function = forward
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType) and code.co_qualname.startswith(f"{decorator}."):
+            return _TRANSFORMERS in Path(code.co_filename).parents
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def is_of_class(model: Any, forward: Any) -> bool:
@@ -199,7 +215,8 @@ class Around:
         if name == "output_router_logits":
             return bool(value) == self._router
         body = taker_of(self._model._modules[body_name(self._model)])
-        return is_off(name, value, stock_class(body).forward) or value is self._given.get(name)
+        forwards = stock_class(self._model).forward, stock_class(body).forward
+        return value is self._given.get(name) or (name not in self._given and is_default(name, value, *forwards))
 
     def _check_random(self, before: list[Tensor]) -> None:
         """Refuse random values, which differ between ranks or repeat on all of them."""
