@@ -38,7 +38,8 @@ FORMS = {
     "gemma4_text": ({"num_kv_shared_layers": 2, "layer_types": families._MIXED}, "share keys and values"),
     "ministral3": ({"rope_parameters": TEMPERED}, "equal"),
 }
-WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo"), BOTH) | {"mamba": set()}
+WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo", "lara_mini"), BOTH)
+WINDOWS["mamba"] = set()
 # How the others refuse to generate with a cache over ranks.
 REFUSED_CACHES = {
     "nemotron": "a custom attention or counts positions",

@@ -139,7 +139,7 @@ def _hints(base: Any, memory: Any) -> dict[str, Any]:
 
 def _convert(base: Any, plan: Plan, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
-    body, causal = vision.text_of(base), _is_causal(base)
+    body, causal = vision.text_of(base), models.check_causal(base)
     own = body.config._attn_implementation
     _switch(base, parts.NAME)
     base._burst = _Context(
@@ -218,14 +218,9 @@ def _check(model: Any, plan: Plan, gradients: Any, memory: Any) -> LogitForm | N
     return form
 
 
-def _is_causal(model: Any) -> bool:
-    """Return whether plans are causal. A vision-language model's own masks add the groups that see each other."""
-    return vision.language_model_of(model) is not None or models.is_causal(vision.text_of(model))
-
-
 def _form_of(model: Any) -> LogitForm | None:
     """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
-    causal = _is_causal(model)  # raises if layers differ
+    causal = models.check_causal(model)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
     if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
@@ -300,7 +295,7 @@ class _Context:
         """Derive what follows from the configurations and attributes of the model, unless they are as before."""
         if self.read is not None and self.read.unchanged():
             return
-        causal = _is_causal(model)
+        causal = models.check_causal(model)
         if causal != self.plans.causal:
             raise ValueError(
                 f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
