@@ -6,7 +6,7 @@ export FINDINGS
 trap 'rm -rf "$FINDINGS"' EXIT
 [ $# -gt 0 ] || set -- $(ls *.sh | grep -v run-all.sh)
 changed=()
-for script; do
+for script in "$@"; do
     echo "== $script"
     "./$script" || changed+=("$script")
 done

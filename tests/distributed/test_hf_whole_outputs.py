@@ -276,6 +276,8 @@ def asked_wrongly(name, changes, calls):
     [
         ({"logits": "gather"}, "one", "logits"),
         ({"output_hidden_states": True}, "one", "output_hidden_states"),
+        ({"output_hidden_states": "all"}, "all", "output_hidden_states='all' must be True, False, or the numbers"),
+        ({"output_hidden_states": [1, 7]}, "all", "output_hidden_states=[1, 7] has 7, but LlamaForCausalLM has states"),
         ({"logits": "shard"}, "all", "logits='shard' is unknown; pass logits='gather'"),
         ({"logits": "gather", "logits_to_keep": 2}, "all", "logits_to_keep=2 and logits='gather' are both given"),
         ({"logits": "gather", "fused_lm_head": True}, "one", "fused_lm_head=True and logits='gather' are both given"),

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from burst_attention import CallShape, Mask, Strategy, burst_attention, kernels, make_plan
 from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
+from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_train import parallel
@@ -308,8 +309,13 @@ HF: Cases = [
     ("make_model('gemma3')(**{**right, 'plan': unlike})", "ValueError: plan has plans with different (seqlen,"),
     ("make_model('llama', rope_parameters=dynamic)(**right)", "ValueError: rope_parameters has rope type 'dynamic':"),
     ("hf.next_token_loss(wrapped, hidden, labels, plan)", "TypeError: model is a Sequential, and its body or its"),
-    ("hf.clip_grad_norm_([head], 0.0)", "ValueError: max_norm=0.0 must be greater than 0; don't clip, or set"),
-    ("hf.clip_grad_norm_([head], float('nan'))", "ValueError: max_norm=nan must be greater than 0;"),
+    ("hf.clip_grad_norm_([head], 0.0)", "ValueError: max_norm=0.0 must be a number greater than 0; to keep"),
+    ("hf.clip_grad_norm_([head], float('nan'))", "ValueError: max_norm=nan must be a number greater than 0;"),
+    ("hf.clip_grad_norm_([head], '1')", "ValueError: max_norm='1' must be a number greater than 0;"),
+    ("hf.clip_grad_norm_(model, 1.0)", "TypeError: parameters is a LlamaForCausalLM; pass model.parameters()"),
+    ("hf.check_config('llama')", "TypeError: config is a str; pass a configuration: AutoConfig.from_pretrained(name)"),
+    ("ShardedCache(model)", "TypeError: config is a LlamaForCausalLM; pass model.config"),
+    ("hf.parallelize(model, temperature=0)", "ValueError: temperature=0 must be finite and greater than 0;"),
 ]
 MODELS: Cases = [
     ("hf.check_config(config('llama', attention_dropout=0.1))", "ValueError: attention_dropout=0.1 of the"),
@@ -320,6 +326,10 @@ MODELS: Cases = [
     ("hf.check_config(config('deepseek_v32'))", "ValueError: layer_types of the configuration has"),
     ("hf.check_config(config('bigbird_pegasus'))", "ValueError: model.decoder (BigBirdPegasusDecoder) has"),
     ("hf.unparallelize(eager)", "ValueError: model is a LlamaForCausalLM that is not parallelized; don't call"),
+    (
+        "hf.unparallelize(nn.Sequential(seeing))",
+        "ValueError: model is a Sequential around the parallelized model; pass",
+    ),
     ("hf.check_model(eager, plan)", "ValueError: attn_implementation='eager' of layers of LlamaForCausalLM: their"),
     ("hf.check_model(shifting, plan)", "ValueError: model.layers.0.mlp.1 (Shift) is not known to treat each token"),
     (
@@ -672,6 +682,7 @@ COMMON = {
 }
 COMMON |= {each.__name__: each for each in (whole_attention, grad, token_log_probs)}
 COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}
+COMMON |= {"ShardedCache": ShardedCache, "nn": nn}
 COMMON |= {"torch": torch, "pickle": pickle, "parallel": parallel, "kernels": kernels, "hf": hf}
 # area: (cases, a function that returns the names they use, ranks)
 AREAS = {

@@ -122,7 +122,12 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
     [
         ({"input_ids": None}, ValueError, "input_ids are missing"),
         ({"input_ids": IDS.tolist()}, TypeError, "input_ids is a list; pass a tensor of integers"),
-        ({"input_ids": IDS.float()}, TypeError, r"input_ids has dtype torch.float32; pass integers, such as input_ids"),
+        (
+            {"input_ids": IDS.float()},
+            TypeError,
+            r"input_ids has dtype torch.float32; pass int64, such as input_ids.long",
+        ),
+        ({"labels": IDS.to(torch.int8)}, TypeError, "labels has dtype torch.int8; pass int64"),
         ({"attention_mask": torch.full((2, 6), 0.5)}, ValueError, "a mask that holds 0.5, neither 0 nor 1, is not"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)}, ValueError, "a mask that holds 2, neither 0 nor"),
         ({"labels": IDS[:, :5]}, ValueError, r"labels has shape \[2, 5\], input_ids \[2, 6\]"),
@@ -139,6 +144,11 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
         ),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8, 12])}, ValueError, "crosses the end of a row"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 6])}, ValueError, "cu_seq_lens_q: cu_seqlens ends at 6"),
+        (
+            {"cu_seq_lens_q": torch.tensor([4, 12])},
+            ValueError,
+            r"cu_seq_lens_q: cu_seqlens=\[4, 12\] must start with 0",
+        ),
         (
             {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12]), "cu_seq_lens_k": torch.tensor([0, 3, 6, 10, 12])},
             ValueError,

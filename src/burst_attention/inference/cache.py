@@ -79,6 +79,8 @@ class ShardedCache(DealtCache):
         timeout: float | timedelta | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is a {type(config).__name__}; pass model.config")
         text = config.get_text_config(decoder=True)
         layers = _layers_of(text)
         super().__init__(layers=[*layers])

@@ -198,7 +198,11 @@ def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
 
 def wanted_states(model: Any, given: Mapping[str, Any]) -> Any:
     """Return the hidden states that the caller wants: all (True), none (False), or by their numbers."""
-    return given.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
+    wanted = given.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
+    numbers = isinstance(wanted, (list, tuple)) and all(type(each) is int for each in wanted)
+    if not (isinstance(wanted, bool) or numbers):
+        raise TypeError(f"output_hidden_states={wanted!r} must be True, False, or the numbers of layers, such as [1]")
+    return wanted
 
 
 def _counter_of_positions(body: Any) -> Any:

@@ -22,6 +22,7 @@ from burst_attention.attention.batch import on_host
 from burst_attention.plan.mask import Mask
 
 IGNORED = -100  # transformers' label for a token without a target
+_INDICES = ("input_ids", "labels", "shift_labels")  # of tables, which take int64 and int32 alone
 _DOCUMENTS = ("position_ids", "seq_idx", "sequence_ids", "cu_seq_lens_q", "cu_seq_lens_k")
 PACKING = (*_DOCUMENTS[1:], "max_length_q", "max_length_k")  # these follow from the cumulative lengths
 
@@ -139,8 +140,9 @@ def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
         return None
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; pass a tensor of integers")
-    if value.is_floating_point() or value.is_complex():
-        raise TypeError(f"{name} has dtype {value.dtype}; pass integers, such as {name}.long()")
+    narrow = name in _INDICES and value.dtype not in (torch.int64, torch.int32)
+    if narrow or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name} has dtype {value.dtype}; pass int64, such as {name}.long()")
     return value
 
 
@@ -278,8 +280,8 @@ def _inside(between: np.ndarray, real: np.ndarray | None) -> np.ndarray:
 
 def _at(borders: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:
     """Return bool [B, S], True where documents of the cumulative lengths begin; False at a row's first token."""
-    whole = Mask(cu_seqlens=borders.reshape(-1).tolist())
     try:
+        whole = Mask(cu_seqlens=borders.reshape(-1).tolist())
         whole.check(shape[0] * shape[1])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error

@@ -46,8 +46,11 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
         layout: the layout of the tokens, as in ``Strategy``.
 
     Raises:
+        TypeError: ``config`` is no configuration.
         ValueError: the model can't run on shards. The message names the setting, its value and a remedy.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config is a {type(config).__name__}; pass a configuration: AutoConfig.from_pretrained(name)")
     text = config.get_text_config(decoder=True)
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):

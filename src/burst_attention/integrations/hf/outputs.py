@@ -245,6 +245,12 @@ def _whole_states(
             found = f"{[*odd[0]]} from a layer, not [batch, sequence, hidden]" if odd else "none"
             kind = type(model).__name__
             raise ValueError(f"output_hidden_states is refused: {kind} returns {found}; leave it out")
+        wrong = [] if call.states is True else [n for n in call.states if not -len(states) <= n < len(states)]
+        if wrong:
+            raise ValueError(
+                f"output_hidden_states={call.states!r} has {wrong[0]}, but {type(model).__name__} has states 0 (of the "
+                f"embeddings) to {len(states) - 1}; leave it out"
+            )
     return tuple(None if each is None else _gathered(scaled(each), call) for each in states)
 
 

@@ -28,6 +28,7 @@ from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
+from burst_attention.loss.checks import check_temperature
 from burst_attention.plan.strategy import Strategy
 
 from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, vision
@@ -109,7 +110,7 @@ def parallelize(
     if plan.rank == 0:
         warn_of_newer()
     with meeting.entering("parallelize"):
-        form = _check(model, plan, gradients, memory)
+        form = _check(model, plan, gradients, temperature, memory)
     inner = {"strategy": repr(strategy), "ranks of the group": plan.world, "rank in the group": plan.rank}
     inner["nodes of the group"] = list(plan.planner.nodes or ())
     try:
@@ -170,7 +171,10 @@ def unparallelize(model: Model) -> Model:
     """
     base: Any = heads.base_of(model)
     if not isinstance(base, _Parallel):
-        raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
+        why = "that is not parallelized; don't call hf.unparallelize"
+        if isinstance(base, nn.Module) and any(isinstance(part, _Parallel) for part in base.modules()):
+            why = "around the parallelized model; pass that, such as DDP's model.module"
+        raise ValueError(f"model is a {type(base).__name__} {why}")
     spread: Any = base
     alone = spread._burst.alone
     revert(spread, vision.Seam)
@@ -182,9 +186,10 @@ def unparallelize(model: Model) -> Model:
     return model
 
 
-def _check(model: Any, plan: Plan, gradients: Any, memory: Any) -> LogitForm | None:
+def _check(model: Any, plan: Plan, gradients: Any, temperature: Any, memory: Any) -> LogitForm | None:
     """Check the arguments of :func:`parallelize`; return the form of the model's logits."""
     base = heads.base_of(model)
+    check_temperature(temperature)
     if gradients not in get_args(Gradients):
         raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
     if not isinstance(base, PreTrainedModel):

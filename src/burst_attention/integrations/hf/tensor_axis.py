@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.link import connect
+from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
 from .parts import hooks_of, origin_of
@@ -327,11 +327,16 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         The norm before, a scalar in fp32 (fp64 for fp64), equal on all ranks.
 
     Raises:
-        TypeError: a gradient is a partial sum over an axis of its mesh.
+        TypeError: a gradient is a partial sum over an axis of its mesh, or ``parameters`` is a module.
         ValueError: ``max_norm`` is not greater than 0.
     """
-    if not max_norm > 0:  # so written, a NaN is refused too
-        raise ValueError(f"max_norm={max_norm} must be greater than 0; don't clip, or set gradients to None")
+    limit = real(max_norm)
+    if limit is None or not limit > 0:  # so written, a NaN is refused too
+        raise ValueError(
+            f"max_norm={max_norm!r} must be a number greater than 0; to keep gradients, leave the call out"
+        )
+    if isinstance(parameters, nn.Module):
+        raise TypeError(f"parameters is a {type(parameters).__name__}; pass model.parameters()")
     every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     squares: dict[Any, Tensor] = {}
     for x in every:
@@ -344,7 +349,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         for dim in dims:
             dist.all_reduce(square, group=mesh.get_group(dim))
     norm = torch.as_tensor(sum(squares.values())).sqrt()
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    scale = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for x in every:
         if x.grad is not None:
             _local_of(x.grad).mul_(scale)
