@@ -1,8 +1,12 @@
 """Families of models over three ranks: each is equal to one process or refused by name, and none is plausibly wrong."""
 
+import copy
+
 import pytest
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from burst_attention.integrations import hf
 from burst_attention.integrations.hf import known
 from tests.support.generating import TEMPERED
 from tests.tools import families
@@ -87,6 +91,32 @@ def test_refused(model_type):
     verdict = families.judge(model_type)
     assert verdict.kind == "refused", verdict
     assert REFUSED[model_type] in verdict.text
+
+
+@pytest.mark.parametrize(
+    "model_type", ["recurrent_gemma", "deepseek_v32", "bloom", "bigbird_pegasus", "doge", "zaya", "rwkv"]
+)
+def test_one_rank_runs_what_several_refuse(model_type):
+    config, parts = families.built(model_type)
+    assert sum(each.numel() for each in parts.parameters()) < families.LARGEST
+    plain = families.model_of(model_type, config, "eager").float()
+    model, batch = copy.deepcopy(plain), families.batch()
+    with pytest.warns(UserWarning, match="leaves the model as it is, which only one rank can do"):
+        hf.parallelize(model)
+    losses = [each(**batch, use_cache=False).loss for each in (plain, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad, found.grad)
+    with pytest.raises(ValueError, match="logits is refused: the model runs as it is, because"):
+        model(**batch, logits="gather")
+    with pytest.raises(ValueError, match="seq_idx is refused"):
+        model(**batch, seq_idx=torch.zeros(2, families.SEQLEN))
+    assert type(hf.unparallelize(model)) is type(plain)
+    with pytest.raises(ValueError, match=r"memory=Memory\(mlp_chunks=2\): "):
+        hf.parallelize(model, memory=hf.Memory(mlp_chunks=2))
 
 
 def test_the_page_names_each_model_and_groups_reasons():

@@ -79,8 +79,8 @@ class _LayerCall(TorchFunctionMode):
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that our attention can't give."""
         return ValueError(
-            f"{type(self.module).__name__} {what} its attention scores, which is not known here; run it on one rank, "
-            "where it sees the whole sequence"
+            f"{type(self.module).__name__} {what} its attention scores, which is not known here; run the model "
+            "without hf.parallelize"
         )
 
     def is_mask(self, seen: Tensor) -> bool:

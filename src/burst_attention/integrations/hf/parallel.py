@@ -31,7 +31,7 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import check_temperature
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, untouched, vision
 from .attention import call_shape, register
 from .checks import running
 from .classes import Converted, revert
@@ -110,7 +110,7 @@ def parallelize(
     if plan.rank == 0:
         warn_of_newer()
     with meeting.entering("parallelize"):
-        form = _check(model, plan, gradients, temperature, memory)
+        left, form = _check(model, plan, gradients, temperature, memory)
     inner = {"strategy": repr(strategy), "ranks of the group": plan.world, "rank in the group": plan.rank}
     inner["nodes of the group"] = list(plan.planner.nodes or ())
     try:
@@ -124,8 +124,8 @@ def parallelize(
     if cut is not None and cut.by_context:
         cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
     register()
-    state = {"meeting": meeting.of_model(), "form": form, "gradients": gradients, "temperature": temperature}
-    _convert(base, plan, **state, memory=memory)
+    state: dict[str, Any] = {"gradients": gradients, "temperature": temperature, "memory": memory}
+    _convert(base, plan, meeting=meeting.of_model(), form=form, left=left, **state)
     return model
 
 
@@ -138,23 +138,28 @@ def _hints(base: Any, memory: Any) -> dict[str, Any]:
     return {"call": call_shape(base, chunks, cut.heads), "hardware": Hardware(rates="preset")}
 
 
-def _convert(base: Any, plan: Plan, **state: Any) -> None:
+def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
-    body, causal = vision.text_of(base), models.check_causal(base)
+    body, causal = vision.text_of(base), left is not None or models.check_causal(base)
     own = body.config._attn_implementation
-    _switch(base, parts.NAME)
+    if left is None:
+        _switch(base, parts.NAME)
+    reaches = [] if left else models.windows_of(base, causal=causal)
     base._burst = _Context(
-        PlanCache(plan, models.windows_of(base, causal=causal), causal=causal),
+        PlanCache(plan, reaches, causal=causal),
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
         absolute=models.depends_on_places(base),
+        left=left,
         **state,
     )
-    converted.convert(body)
-    vision.convert(base)
-    vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
+    if left is None:
+        converted.convert(body)
+        vision.convert(base)
+        vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
-    base._burst.read = heads.read_by(base)
+    if left is None:
+        base._burst.read = heads.read_by(base)
 
 
 def unparallelize(model: Model) -> Model:
@@ -176,18 +181,21 @@ def unparallelize(model: Model) -> Model:
             why = "around the parallelized model; pass that, such as DDP's model.module"
         raise ValueError(f"model is a {type(base).__name__} {why}")
     spread: Any = base
-    alone = spread._burst.alone
+    alone, left = spread._burst.alone, spread._burst.left
     revert(spread, vision.Seam)
     revert(vision.text_of(spread), Converted)
     unsave(vision.text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
-    _switch(spread, alone)
+    if left is None:
+        _switch(spread, alone)
     return model
 
 
-def _check(model: Any, plan: Plan, gradients: Any, temperature: Any, memory: Any) -> LogitForm | None:
-    """Check the arguments of :func:`parallelize`; return the form of the model's logits."""
+def _check(
+    model: Any, plan: Plan, gradients: Any, temperature: Any, memory: Any
+) -> tuple[str | None, LogitForm | None]:
+    """Check the arguments of :func:`parallelize`; return why the model stays as it is, and the form of its logits."""
     base = heads.base_of(model)
     check_temperature(temperature)
     if gradients not in get_args(Gradients):
@@ -210,7 +218,8 @@ def _check(model: Any, plan: Plan, gradients: Any, temperature: Any, memory: Any
     if plan.world > 1:
         models.check_parts(base, vision.text_of(base), plan.layout)
         parts.check_hooks(base, root=False)
-    form = _form_of(base)
+    left = untouched.reason_of(base) if plan.world == 1 else None
+    form = _form_of(base) if left is None else untouched.form_of(base)
     tuner = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if tuner in _TUNERS:
         raise ValueError(f"model is tuned by PEFT's {_TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
@@ -220,7 +229,10 @@ def _check(model: Any, plan: Plan, gradients: Any, temperature: Any, memory: Any
     if cut is not None and cut.by_context:
         ranks = [dist.get_rank()] if plan.world == 1 else dist.get_process_group_ranks(plan.transport.group)
         tensor_axis.check_contexts(cut, ranks, memory.mlp_chunks)
-    return form
+    if left is not None:
+        untouched.check_memory(left, memory)
+        untouched.warn(left)
+    return left, form
 
 
 def _form_of(model: Any) -> LogitForm | None:
@@ -252,6 +264,7 @@ class _Context:
     alone: str  # the attention implementation for a single rank, used by generate
     layers: list[Any]  # the configurations from which the layers read their attention implementation
     absolute: bool  # whether absolute positions matter, not only distances
+    left: str | None  # why the model, on one rank, stays as it is; None: it runs on shards
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
     right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
@@ -325,6 +338,9 @@ class _Parallel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
         generate: Any = super().generate  # type: ignore[misc]
+        if self._burst.left is not None:
+            untouched.check_call(self._burst.left, kwargs)
+            return generate(*args, **kwargs)
         argument = passed(kwargs)
         if argument is not None:
             with cached.generating(self, args, kwargs, argument) as named:
@@ -368,7 +384,9 @@ def _parallel_class(kind: Any) -> Any:
 
     @functools.wraps(kind.forward)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._burst.generating:
+        if self._burst.left is not None:
+            untouched.check_call(self._burst.left, kwargs)
+        if self._burst.generating or self._burst.left is not None:
             return kind.forward(self, *args, **kwargs)
         if passed(kwargs) is not None:
             return cached.forward(self, args, kwargs)
