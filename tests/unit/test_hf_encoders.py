@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPTJConfig, GPTJForCausalLM
+from transformers import BertConfig, BertForMaskedLM, FNetConfig, FNetForMaskedLM, GPTJConfig, GPTJForCausalLM
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
@@ -215,6 +215,17 @@ def test_decoders_made_encoders_equal_one_process(monkeypatch, model_type, case,
 def test_decoders_that_are_not_certain_to_be_encoders_are_refused(model_type, setting, message):
     with pytest.raises(ValueError, match=message):
         hf.check_config(families.tiny_config(model_type, **setting))
+
+
+def test_a_model_without_a_known_attention_is_refused():
+    """FNet mixes tokens by a Fourier transform; its classes have harmless names."""
+    model = FNetForMaskedLM(FNetConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)).eval()
+    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="FNetModel has no attention and no rec"):
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
+    ids = torch.arange(16)[None]
+    expected = model(input_ids=ids).logits
+    with pytest.warns(UserWarning, match="leaves the model as it is"):
+        assert torch.equal(hf.parallelize(model)(input_ids=ids).logits, expected)
 
 
 def test_dropout_and_packing_without_positions_are_refused():

@@ -88,6 +88,7 @@ def check_parts(model: Any, body: Any, layout: str) -> None:
     check_layers(text)
     check_rope(text)
     parts.check_structure(body)
+    parts.check_exchanges(body)
     parts.check_random(model, body, dropout=False)
 
 

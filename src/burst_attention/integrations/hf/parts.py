@@ -146,6 +146,15 @@ def check_rotary(model: nn.Module) -> None:
             checks.check_rope_type("rope_type", kinds.values() if isinstance(kinds, dict) else [kinds])
 
 
+def check_exchanges(model: nn.Module) -> None:
+    """Refuse a model without an attention or a recurrence that is known: something else mixes its tokens (FNet)."""
+    if not any(attends(module) or known.mechanism(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no attention and no recurrence that is known to run on shards, and each rank "
+            f"would see only its shard; {ALONE}"
+        )
+
+
 def check_hooks(model: nn.Module, *, root: bool = True) -> None:
     """Refuse hooks on a model's parts, because each would get only this rank's shard; ``root``: on the model too."""
     for name, module in model.named_modules():

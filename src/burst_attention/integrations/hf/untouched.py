@@ -26,6 +26,7 @@ def reason_of(model: Any) -> str | None:
     try:
         models.check_layers(model.config.get_text_config(decoder=True))
         parts.check_structure(body)
+        parts.check_exchanges(body)
         parts.check_attention_is_ours(body)
         models.check_causal(model)
     except ValueError as error:
