@@ -11,12 +11,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from burst_attention.attention.batch import PADDING, PlanArgument, Plans, digest_text
+from burst_attention.attention.batch import PADDING, PlanArgument, Plans
 from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import checks, converted, models, parts, settings
+from . import checks, converted, models, parts
 from .checks import ALONE, RUNNING, UNSTATED, MaskRequest
 from .dealt import Step
 from .known import KEEP_POSITIONS, gets_no_keywords
@@ -47,9 +47,6 @@ class Attention:
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
         # Of each model that was checked: whether it was in training mode, and its layers' configurations.
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, list[Any]]] = weakref.WeakKeyDictionary()
-        # Of each model that ranks agreed on, and of its layers: its number, by group.
-        self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[Any, int]]
-        self._numbers = weakref.WeakKeyDictionary()
 
     def __call__(
         self,
@@ -108,7 +105,6 @@ class Attention:
                 self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
         if not checked:
-            self._agree_on_model(module, chosen)
             checks.mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -130,25 +126,6 @@ class Attention:
             parts.check_random(model)
             known = self._models[model] = model.training, parts.attention_configs(model)
         parts.check_implementations(model, known[1], self._names)
-
-    @torch.compiler.disable
-    def _agree_on_model(self, module: torch.nn.Module, plan: Plan) -> None:
-        """Compare which model calls its layer: messages of a teacher look like those of its student."""
-        group, agreement = plan.transport.group, plan.agreement
-        if plan.world == 1:
-            return
-        own = self._numbers.setdefault(module, weakref.WeakKeyDictionary())
-        model = None if group in own else models.running_model()
-        if model is not None:
-            known = self._numbers.setdefault(model, weakref.WeakKeyDictionary())
-            if group not in known:
-                with agreement.entering("a model"):
-                    made = settings.Settings(model)
-                    fields = {**made.fields(), "a sample of the weights": digest_text(settings.weights_of(model))}
-                agreement.agree("a model", fields, details=made.details(), remedies=settings.REMEDIES)
-                known[group] = agreement.count
-            own[group] = known[group]
-        agreement.agree("a layer of a model", {"which model": own.get(group)}, once=True)
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
