@@ -13,7 +13,7 @@ rates of ``burst calibrate``. PyTorch in one process uses as many threads as the
 node of an emulated cluster with links of this rate (it needs root and iproute2).
 
 The program prints how to install packages that are missing. With --device cuda it runs one rank per GPU with NCCL and
-the real flash_attn; that mode has never been run. By default it takes less than two minutes on two quiet cores.
+the real flash_attn; that mode has never been run.
 """
 
 from __future__ import annotations
