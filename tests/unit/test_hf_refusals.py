@@ -313,8 +313,9 @@ def test_whatever_the_checks_of_parts_depend_on_changes_their_state():
 def test_digests_of_settings_follow_each_change():
     """Ranks compare them in each call; they are made again only if something changed."""
     model = make_model("llama")
-    made, layer = settings.Settings(model), model.model.layers[0]
-    norm = layer.input_layernorm
+    layer = model.model.layers[0]
+    norm, layer.gradient_checkpointing = layer.input_layernorm, False  # a new attribute needs new settings
+    made = settings.Settings(model)
     seen = [made.fields()]
     for change in (
         lambda: norm.weight.requires_grad_(False),

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
 
@@ -140,7 +140,7 @@ def _places(parts: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[str,
 @functools.cache
 def _names_read(kind: Any) -> frozenset[str]:
     """Return the names of attributes that the code of a module's class reads, and that of all models aside."""
-    bases = [base for base in kind.__mro__ if base not in PreTrainedModel.__mro__]
+    bases = [base for base in kind.__mro__ if base not in (*PreTrainedModel.__mro__, *GenerationMixin.__mro__)]
     found = (value for base in bases for name, value in vars(base).items() if name not in _NOT_RUN)
     return frozenset[str]().union(*map(_names_in, found))
 
