@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tensor parallelism of transformers (tp_plan="auto") and gradient accumulation: the gradients of q_norm and k_norm are
 # summed over the ranks after each backward, what earlier backwards left included. Two backwards count the first twice.
-exec "$(dirname "$0")/in-venv" torch==2.13.0 transformers==5.24.0 numpy==2.4.6 <<'EOF'
+exec "$(dirname "$0")/in-venv" torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 <<'EOF'
 import os
 import sys
 import tempfile
@@ -46,6 +46,7 @@ def rank(number, folder):
 
 
 if __name__ == "__main__":
+    logging.disable_progress_bar()
     print("expected: gradients on two ranks are those of one process, after any number of backwards")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)

@@ -802,7 +802,7 @@ REFUSED = {  # by what is wrong: who makes it so on the ranks, the class of the 
     "copied before": (lambda: copy.deepcopy(cut(model_of("llama"))), "TypeError", "can't be copied"),
     "hooked": (hooked, "ValueError", "q_proj has a hook"),
     "hooked without contexts": (hooked_without_contexts, "ValueError", "embed_tokens"),
-    "frozen on one": (frozen_on_one, "DisagreementError", "which parameters need a gradient"),
+    "frozen on one": (frozen_on_one, "DisagreementError", "Set requires_grad of the same parameters on every rank"),
     "timed": (timed, "ValueError", "max_time=0.1 is refused"),
     "bias on one": (bias_on_one, "DisagreementError", "whether there is a bias"),
     "whole bias on one": (lambda: bias_on_one(whole=True), "TypeError", "bias is not cut"),
