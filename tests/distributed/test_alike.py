@@ -280,7 +280,7 @@ def steps_drawn(seed, sizes, draws):
     [
         ((1, 2, 2), 0, 5),
         ((1, 2, 1), 0, 2),
-        *(pytest.param(x, seed, 12, marks=pytest.mark.long) for x in SIZES for seed in (1, 2)),
+        *(pytest.param(x, seed, 12, marks=pytest.mark.slow) for x in SIZES for seed in (1, 2)),
     ],
 )
 def test_models_and_backwards_in_other_orders_never_mix(pools, sizes, seed, draws):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import known
 from tests.distributed.test_hf_parallel import gradients, refusal
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS
@@ -15,7 +16,9 @@ from tests.support.vision_models import build, images_and_text, stock_loss, text
 
 # Rotary positions in time and space; rows added in deep layers; images that see both ways; chunks and a head inside of
 # the language model; other towers; recurrent layers.
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llama4", "mistral3", "internvl", "idefics3", "qwen3_5", "paligemma")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "internvl", "idefics3", "qwen3_5", "paligemma")
+# transformers 5.24 raises in each call of Llama 4 with images, in one process too (findings/).
+LLAMA_4 = ("llama4",) if known.CACHE == "past_key_values" else ()
 BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text}
 
 
@@ -52,7 +55,7 @@ SAVING = hf.Memory(recompute="layer", mlp_chunks=2)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen3_vl" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+    "name", [n if n == "qwen3_vl" else pytest.param(n, marks=pytest.mark.long) for n in (*FAMILIES, *LLAMA_4)]
 )
 def test_equal_to_one_process(pools, name):
     check(pools(3).run(against_stock, name))
@@ -93,7 +96,7 @@ def generated(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *LLAMA_4])
 def test_generating_alone_and_restoring(pools, name):
     for before, while_parallel, after in pools(2).run(generated, name):
         assert before == while_parallel == after

@@ -31,7 +31,8 @@ _SKIPPED: Any = object()  # in place of a value that is no setting: a module, a 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 # Read by our code, or by that of all models.
 _OURS = names("training forward is_causal gradient_checkpointing _gradient_checkpointing_func loss_type _loss_function")
-_WITHOUT_EFFECT = names("use_cache return_dict")  # on a parallelized model
+# On a parallelized model. ``save_pretrained`` writes the dtype on one rank; those of weights are compared.
+_WITHOUT_EFFECT = names("use_cache return_dict dtype")
 _NOT_RUN = names("__init__ __repr__ extra_repr reset_parameters _init_weights")  # in a forward
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
@@ -83,7 +84,8 @@ class Settings:
     def named(self) -> Named:
         """Return what :meth:`digest` is of."""
         found = {name: (described(own.get(key)), usual) for name, own, key, usual in self._places}
-        return {name: value for name, (value, usual) in found.items() if value != usual} | self._fixed
+        changed = {name: value for name, (value, usual) in found.items() if value is not _SKIPPED and value != usual}
+        return changed | self._fixed
 
     def trained(self) -> str:
         """Return a digest of which weights need a gradient."""
@@ -188,6 +190,8 @@ def _described_inside(values: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Return what differs once a value has changed, in place too."""
+    if isinstance(value, torch.Tensor):  # what a forward keeps, such as offsets of positions
+        return None
     return repr(value) if isinstance(value, _CONTAINERS) else value
 
 
