@@ -216,12 +216,20 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
 
 
 def shard_tokens(
-    ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan, **others: torch.Tensor
+    ids: torch.Tensor,
+    targets: torch.Tensor | None,
+    plan: Plan,
+    *,
+    device: torch.device | None = None,
+    **others: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Cut ids, shifted labels and ``others`` [B, S], equal on all ranks, into what :func:`shard_batch` returns."""
-    positions = plan.document_positions.to(ids.device)
-    shard = {"input_ids": plan.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
-    shard |= {name: plan.shard(x, 1) for name, x in others.items()}
+    """Cut ids, shifted labels and ``others`` [B, S], equal on all ranks, into what :func:`shard_batch` returns.
+
+    Labels stay where they are; the rest goes to ``device``, without a wait. Default: that of the ids.
+    """
+    device = ids.device if device is None else device
+    shard = {name: plan.shard(x, 1).to(device, non_blocking=True) for name, x in {"input_ids": ids, **others}.items()}
+    shard["position_ids"] = plan.document_positions_on(device).repeat(ids.shape[0], 1)
     if targets is not None:
         shard["shift_labels"] = plan.shard(targets, 1)
     plan.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))

@@ -218,11 +218,23 @@ class Plan:
     @property
     def document_positions(self) -> Tensor:
         """int64 [S_local] on CPU: positions counted from each document's start, for rotary embeddings."""
-        return torch.from_numpy(self.mask.document_positions(self._positions).copy())
+        return torch.from_numpy(self._document_positions.copy())
+
+    def document_positions_on(self, device: torch.device) -> Tensor:
+        """Return :attr:`document_positions` on a device, copied once: don't change it. The host doesn't wait."""
+        return self.indices.on_device(self._document_positions, device)
 
     @cached_property
     def _positions(self) -> np.ndarray:
         return self.schedule.layout.positions(self.rank)
+
+    @cached_property
+    def _document_positions(self) -> np.ndarray:
+        return self.mask.document_positions(self._positions)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return self.schedule.layout.places(self.rank)
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Plan:
         """Return a plan with the same layout, strategy and group under another mask. Exchanges nothing.
@@ -268,7 +280,8 @@ class Plan:
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
-        return _shard_of(x, dim, self.schedule.layout, self.rank)
+        _check_dim(x, dim, self.schedule.layout)
+        return x.index_select(dim, self.indices.on_device(self._places, x.device))
 
     def shard_keys(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a global tensor of keys: Sk entries along ``dim`` become Sk_local. Moves nothing.
@@ -276,7 +289,9 @@ class Plan:
         With listed stretches ``x`` has one entry for each position up to the last key's. Without ``keys`` it is
         :meth:`shard`.
         """
-        return _shard_of(x, dim, self.schedule.layouts[Side.KEY], self.rank)
+        layout = self.schedule.layouts[Side.KEY]
+        _check_dim(x, dim, layout)
+        return x.index_select(dim, torch.from_numpy(layout.places(self.rank)).to(x.device, non_blocking=True))
 
     def unshard(self, x: Tensor, dim: int, *, grad: Literal["slice", "sum"] = "slice") -> Tensor:
         """Gather the global tensor on every rank: S_local entries along ``dim`` become S. Every rank must call it.
@@ -316,7 +331,7 @@ class Plan:
         first, last = self.schedule.layout.start, self.schedule.layout.stop
         borders = (b - first for b in self.mask.cu_seqlens or () if first < b <= last)
         ends = torch.tensor([b - 1 for b in borders], dtype=torch.int64)
-        targets[:, ends.to(labels.device)] = ignore_index
+        targets[:, ends.to(labels.device, non_blocking=True)] = ignore_index
         return targets
 
     def split(self, shape: Shape) -> tuple[int, int]:
@@ -448,15 +463,14 @@ def exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]:
     return agreement.agree("exchange_small", {"count": len(own)}, own)
 
 
-def _shard_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
-    """Return a rank's entries of a tensor that has one for each position of ``layout`` along ``dim``."""
+def _check_dim(x: Tensor, dim: int, layout: Layout) -> None:
+    """Raise TypeError or ValueError if a tensor has not one entry for each position of ``layout`` along ``dim``."""
     if not isinstance(dim, SupportsIndex):
         raise TypeError(f"dim={dim!r} must be an integer, the dim of the sequence")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} is out of range for x with {x.ndim} dims")
     if x.shape[dim] != layout.seqlen:
         raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be the sequence, {layout.seqlen} tokens")
-    return x.index_select(dim, torch.from_numpy(layout.places(rank)).to(x.device))
 
 
 def split_key(*sizes: int) -> str:

@@ -378,7 +378,7 @@ def sent_dtypes(work: Pass, edge: Edge) -> tuple[torch.dtype, ...]:
 
 
 class DeviceIndices:
-    """Programs' index arrays on devices, each copied once, because a copy makes the host wait."""
+    """Index arrays on devices, each copied once."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], tuple[np.ndarray, Tensor]] = {}
@@ -430,5 +430,5 @@ class DeviceIndices:
         if key not in self._copies:
             if capturing():
                 raise RuntimeError("this plan must be used once before a CUDA graph's capture: its indices are copied")
-            self._copies[key] = where, torch.from_numpy(where).to(device)
+            self._copies[key] = where, torch.from_numpy(where).to(device, non_blocking=True)
         return self._copies[key][1]

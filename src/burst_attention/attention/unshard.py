@@ -27,14 +27,14 @@ class _Reshard:
 
     def positions(self, rank: int, device: torch.device) -> Tensor:
         """Return the global rows that a rank holds."""
-        return torch.from_numpy(self.layout.places(rank)).to(device)
+        return torch.from_numpy(self.layout.places(rank)).to(device, non_blocking=True)
 
     def gathered(self, x: Tensor, *, phase: str, number: int) -> Tensor:
         """Return the global tensor, of whose rows ``x`` has this rank's."""
         rows = x.movedim(self.dim, 0).contiguous()
         leaving, label = [rows] * self.transport.world, f"{self.name}'s {phase}"
         shards = self.transport.all_to_all(leaving, self.layout.lengths, label=label, call=number)
-        order = torch.from_numpy(self.layout.gather_order).to(x.device)
+        order = torch.from_numpy(self.layout.gather_order).to(x.device, non_blocking=True)
         return torch.cat(shards).index_select(0, order).movedim(0, self.dim).contiguous()
 
     def summed(self, x: Tensor, *, phase: str, number: int) -> Tensor:

@@ -324,7 +324,7 @@ class ShardedCache(DealtCache):
         order = np.argsort(now.slots, kind="stable")
         kept = key_states, value_states
         if (order[1:] < order[:-1]).any():
-            at = torch.from_numpy(order).to(key_states.device)
+            at = torch.from_numpy(order).to(key_states.device, non_blocking=True)
             kept = key_states.index_select(2, at), value_states.index_select(2, at)
         layer.store(*kept, now.slots[order])
         if now.first:

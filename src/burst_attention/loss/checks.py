@@ -69,7 +69,7 @@ def check_arguments(
         raise ValueError(
             f"labels has shape {list(labels.shape)}, not hidden's {list(hidden.shape[:2])}; pass plan.shard_labels"
         )
-    here = labels.detach().cpu()  # for a GPU the one wait of a loss's forward
+    here = labels.detach().cpu()  # a GPU's host waits, unless they are here already
     wrong = (here != ignore_index) & ((here < 0) | (here >= head.vocabulary))
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()
@@ -158,7 +158,7 @@ def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
                 "module's forward, where parameters are unsharded, and elsewhere pass full_tensor(). (A head may be "
                 "cut by the vocabulary, over the axis 'tp' of a mesh)"
             )
-        if tensor.device != hidden.device:
+        if tensor.device != hidden.device and not (name == "labels" and tensor.device.type == "cpu"):
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; put them on one device")
 
 

@@ -40,7 +40,8 @@ def next_token_loss(
             call this inside the root module's forward. Under tensor parallelism: a DTensor on the axis "tp" of a
             mesh, cut by the vocabulary (``Shard(0)``), as is ``bias``; its ranks pass equal hidden states and labels.
         labels: integers [B, S_local] in [0, V) or ``ignore_index``, already shifted: the result of
-            ``plan.shard_labels``. Shifting after sharding would lose one token per shard border.
+            ``plan.shard_labels``, on the device of ``hidden``, or on the CPU, which spares a GPU's host a wait.
+            Shifting after sharding would lose one token per shard border.
         plan: the plan that sharded the sequence.
         bias: [V], dtype and device as ``hidden``; it gets a gradient too. Default: no bias.
         factor: the number that the model multiplies its logits by, finite and not 0, the same on all ranks. A model
@@ -139,7 +140,7 @@ class _Mean(torch.autograd.Function):
         with plan.agreement.entering("next_token_loss"):
             local = -log_probs.sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(plan, same, local, log_probs.numel())
-        return torch.tensor(value, dtype=log_probs.dtype, device=log_probs.device)
+        return log_probs.new_full((), value)
 
     @staticmethod
     @differentiable_once("next_token_loss")
@@ -147,7 +148,7 @@ class _Mean(torch.autograd.Function):
         """Return the gradient of this rank's log-probabilities."""
         check_transforms("the backward of next_token_loss", grad=grad)
         check_batches("the backward of next_token_loss", grad)
-        return -(grad / ctx.divisor).expand(ctx.shape), None, None
+        return (-grad / ctx.divisor).expand(ctx.shape), None, None  # strides of 0: a mean's need not be read
 
 
 def _mean(plan: Plan, same: Mapping[str, float | None], local_sum: float, local_count: int) -> tuple[float, float]:

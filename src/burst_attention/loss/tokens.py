@@ -145,7 +145,7 @@ def _merged(own: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]
     if "most" in own:
         merged["most"] = every["most"].amax(0)
     if "mean_logits" in own:
-        sizes = torch.tensor(part.sizes, dtype=lse.dtype, device=lse.device)[:, None]
+        sizes = torch.tensor(part.sizes, dtype=lse.dtype, device="cpu").to(lse.device, non_blocking=True)[:, None]
         merged["mean_logits"] = (every["mean_logits"] * sizes).sum(0) / sum(part.sizes)
     share = below.exp()  # where it is 0, all logits of a part may be minus infinity
     if "log_sum_sq_probs" in own:
@@ -233,12 +233,17 @@ class _Shares:
         return of_label[part, None], of_entropy[part, None], entropy[part, None]
 
 
-def _unit(row: torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """Return (u, r / u), with None for r / u if it is 1 everywhere, or if u is 0 or not finite."""
-    unit = row.abs().max().item() if len(row) else 0.0
-    if not 0 < unit < float("inf"):
-        return unit, None
-    of_unit = row / unit
+def _unit(row: torch.Tensor) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """Return (u, r / u), with None for r / u if it is 1 everywhere, or if u is 0 or not finite.
+
+    Off the CPU nothing is read, so that the host doesn't wait: r / u is then given, as 1 where it would be None.
+    """
+    if not len(row):
+        return 0.0, None
+    unit = row.abs().max()
+    of_unit = torch.where((unit > 0) & unit.isfinite(), row / unit, 1)
+    if row.device.type != "cpu":
+        return unit, of_unit
     return unit, None if (of_unit == 1).all() else of_unit
 
 

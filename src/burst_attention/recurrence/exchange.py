@@ -65,7 +65,7 @@ class RunExchange:
         call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
         with call.failing():
             borders = self.runs.borders(width)
-            found: Tensor = _Before.apply(x[borders.rows], len(self.own) * width, borders, call)
+            found: Tensor = _Before.apply(x.index_select(0, _at(borders.rows, x)), len(self.own) * width, borders, call)
             before = found.unflatten(0, (len(self.own), width))
             if self._past is not None:
                 self._past.columns = self._last_columns(x, before, self._past.columns)
@@ -266,9 +266,9 @@ class _Before(torch.autograd.Function):
         """Send each rank the tokens that it needs."""
         ctx.borders, ctx.call = borders, call
         out = x.new_zeros(places, *x.shape[1:])
-        leaving = [x[rows] for rows in borders.given]
+        leaving = [x.index_select(0, _at(rows, x)) for rows in borders.given]
         for at, part in zip(borders.places, _all_to_all(leaving, borders.places, call, "forward"), strict=True):
-            out[at] = part
+            out.index_copy_(0, _at(at, out), part)
         return out
 
     @staticmethod
@@ -277,11 +277,16 @@ class _Before(torch.autograd.Function):
         """Send each token's gradients to its owner, which sums them."""
         borders, call = ctx.borders, ctx.call.backward(grad)
         with call.failing():
-            leaving = [grad[at] for at in borders.places]
+            leaving = [grad.index_select(0, _at(at, grad)) for at in borders.places]
             total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
             for rows, part in zip(borders.given, _all_to_all(leaving, borders.given, call, "backward"), strict=True):
-                total.index_add_(0, torch.tensor(rows, dtype=torch.int64, device=grad.device), part.to(total.dtype))
+                total.index_add_(0, _at(rows, grad), part.to(total.dtype))
         return total.to(grad.dtype), None, None, None
+
+
+def _at(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Return row numbers on a tensor's device. The host doesn't wait for the copy."""
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(like.device, non_blocking=True)
 
 
 def _all_to_all(leaving: list[Tensor], expected: Sequence[Sequence[int]], call: _Exchange, phase: str) -> list[Tensor]:

@@ -172,9 +172,7 @@ def _check_indices(model: Any, rows: BatchRows) -> None:
     tables = {"input_ids": getattr(model.get_input_embeddings(), "num_embeddings", None), **model._burst.tables}
     given = {"input_ids": rows.input_ids, **rows.others}
     known = [name for name in given if tables.get(name) is not None]
-    ranges = [x for name in known for x in given[name].long().aminmax()]
-    read = torch.stack(ranges).view(-1, 2).tolist() if ranges else []  # a GPU's host waits once
-    found = dict(zip(known, read, strict=True))
+    found = {name: [int(x) for x in given[name].aminmax()] for name in known}
     if "position_ids" not in given:  # they count the tokens of a document
         borders = rows.cu_seqlens or (0, rows.input_ids.shape[1])
         found["position_ids"] = [0, max(after - before for before, after in itertools.pairwise(borders)) - 1]

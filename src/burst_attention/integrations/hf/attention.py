@@ -141,7 +141,7 @@ class Attention:
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
             raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
         # Rotary angles depend only on differences within a document, so restarting and global positions both work.
-        right = (each.to(position_ids.device) for each in (plan.document_positions, plan.positions))
+        right = (x.to(position_ids.device, non_blocking=True) for x in (plan.document_positions, plan.positions))
         if not any(position_ids.shape[1] == len(row) and bool((position_ids == row).all()) for row in right):
             where = f"the plan's tokens on rank {plan.rank}"
             raise ValueError(f"position_ids differ from the positions of {where}; {remedy}")
@@ -183,7 +183,7 @@ def _request_mask(
             window = _closure(part)["sliding_window"]
         elif kind == "sliding_window_bidirectional_overlay":
             window = _closure(part)["sliding_window"] + 1  # it names the largest distance
-        elif kind == "chunked_overlay" and not _closure(part)["left_padding"].any():
+        elif kind == "chunked_overlay" and (attention_mask is None or not _closure(part)["left_padding"].any()):
             chunk = _closure(part)["chunk_size"]
         # transformers guesses documents from jumps in position ids. A shard's positions jump anyway, and the plan
         # defines the documents, so ignore the guess.

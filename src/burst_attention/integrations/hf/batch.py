@@ -5,7 +5,7 @@ in ``attention_mask``. All of them become documents of one mask. If rows differ 
 concatenated into one row. Padding moves behind the tokens, where no causal query sees it. Under a mask that is not
 causal, a row's padding becomes a document.
 
-What to do follows from one copy of the batch on the host, so that it waits for a GPU once.
+Rows are made of one copy of the batch on the host, so that it waits for a GPU once; only the shard goes back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ PACKING = (*_DOCUMENTS[1:], "max_length_q", "max_length_k")  # these follow from
 
 @dataclass(frozen=True, eq=False)
 class BatchRows:
-    """A whole batch as rows for the plan, the same on every rank."""
+    """A whole batch as rows for the plan, the same on every rank. Tensors are on the CPU, but for floating-point ones.
+
+    On the CPU integers keep their dtypes; a GPU's become int64.
+    """
 
     input_ids: torch.Tensor  # [R, T], with padding at the end of rows
     targets: torch.Tensor | None  # [R, T], shifted labels: the next token's id at each token; None without labels
@@ -39,6 +42,7 @@ class BatchRows:
     real: torch.Tensor | None  # bool [B, S], False for padding; None if the batch has none
     shifted: bool  # whether a row's first token is not at position 0, due to position_ids or left padding
     others: Mapping[str, torch.Tensor]  # other values of each token, [R, T] or [R, T, E], by name
+    device: torch.device  # of the batch
     joined: bool = False  # whether the batch's rows became documents of one row at the caller's wish
     unlabeled: bool = False  # whether there are labels, but none of them counts
 
@@ -78,11 +82,12 @@ def rows_of(
         TypeError, ValueError: an entry is wrong; the message names it and says what to do.
     """
     ids, embeds = _ids_and_embeddings(batch)
-    host = _on_host(batch, ids)
-    seen, before = _padding(host)
-    real, padding = (None if x is None else torch.from_numpy(x).to(ids.device) for x in (seen, before))
-    targets, unlabeled = _targets(batch, host, seen, vocabulary)
-    starts = _starts(batch, host, ids, seen)
+    here, device = _on_host(batch, ids, others or {}), ids.device
+    ids, host = here["input_ids"], {name: x.numpy().astype(np.int64) for name, x in here.items()}
+    seen, before = _padding(here)
+    real, padding = (None if x is None else torch.from_numpy(x) for x in (seen, before))
+    targets, unlabeled = _targets(here, host, seen, vocabulary)
+    starts = _starts(host, ids, seen)
     batch_size, length = ids.shape
     if starts is not None and before is not None:
         starts = np.take_along_axis(starts, (np.arange(length) + before[:, None]) % length, 1)
@@ -105,15 +110,11 @@ def rows_of(
     if more and (cu_seqlens is not None or not causal):
         cu_seqlens = (*(cu_seqlens or (0, tokens)), tokens + more)
     also = {} if embeds is None else {"inputs_embeds": arranged(embeds, 0)}
-    for name in others or ():
-        value = _like(others or {}, name, ids, rows=True)
-        if value is not None:
-            also[name] = arranged(value, 0)
+    also |= {name: arranged(here[name], 0) for name, value in (others or {}).items() if value is not None}
     targets = None if targets is None else arranged(targets, IGNORED)
     shape, shifted = (batch_size, length), _shifted(host, before)
-    return BatchRows(
-        arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, joined=joined, unlabeled=unlabeled
-    )
+    given = arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, device
+    return BatchRows(*given, joined=joined, unlabeled=unlabeled)
 
 
 def _ids_and_embeddings(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -156,8 +157,8 @@ def _like(batch: Mapping[str, Any], name: str, ids: torch.Tensor, *, rows: bool 
     return value.expand(ids.shape)
 
 
-def _on_host(batch: Mapping[str, Any], ids: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return the entries that decide what the rows are, copied together. ``attention_mask`` is bool."""
+def _on_host(batch: Mapping[str, Any], ids: torch.Tensor, others: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the entries that rows are made of on the CPU, copied together. ``attention_mask`` is 0 where it is 0."""
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
@@ -167,17 +168,18 @@ def _on_host(batch: Mapping[str, Any], ids: torch.Tensor) -> dict[str, np.ndarra
     given |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
     given |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
     given |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    here = on_host({name: x for name, x in given.items() if x is not None})
+    given |= {name: _like(others, name, ids, rows=True) for name in others}
+    here = on_host({"input_ids": ids} | {name: x for name, x in given.items() if x is not None})
     if mask is not None and here.pop("other").any():
         raise _mask_refusal(f"that holds {mask[(mask != 0) & (mask != 1)][0].item()}, neither 0 nor 1,")
-    return {name: x.numpy().astype(bool if name == "attention_mask" else np.int64) for name, x in here.items()}
+    return here
 
 
-def _padding(host: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _padding(here: Mapping[str, torch.Tensor]) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return (bool [B, S], True for real tokens; int64 [B], padding before them); None where there is no padding."""
-    real = host.get("attention_mask")
-    if real is None or real.all():
+    if "attention_mask" not in here or here["attention_mask"].all():
         return None, None
+    real: np.ndarray = here["attention_mask"].numpy().astype(bool)
     empty = ~real.any(1)
     before = np.where(empty, real.shape[1], real.argmax(1))
     behind = np.where(empty, real.shape[1], real[:, ::-1].argmax(1))
@@ -194,7 +196,7 @@ def _mask_refusal(what: str) -> ValueError:
 
 
 def _targets(
-    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], real: np.ndarray | None, vocabulary: int | None
+    here: Mapping[str, torch.Tensor], host: Mapping[str, np.ndarray], real: np.ndarray | None, vocabulary: int | None
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the shifted labels, and whether none of them counts."""
     name = next((each for each in ("shift_labels", "labels") if each in host), None)
@@ -208,10 +210,10 @@ def _targets(
             f"{name} holds {values[row, place]} at token {place} of row {row}, neither in [0, {vocabulary}) nor "
             f"{IGNORED}; pass ids of the model's vocabulary, or resize the model's embeddings"
         )
-    targets: torch.Tensor = batch[name]
+    targets = here[name]
     if name == "labels":
-        targets = torch.full_like(batch["labels"], IGNORED)
-        targets[:, :-1] = batch["labels"][:, 1:]
+        targets = torch.full_like(here["labels"], IGNORED)
+        targets[:, :-1] = here["labels"][:, 1:]
         values = np.pad(values[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     if real is not None and (values[~real] != IGNORED).any():
         raise ValueError(
@@ -221,9 +223,7 @@ def _targets(
     return targets, bool((values == IGNORED).all())
 
 
-def _starts(
-    batch: Mapping[str, Any], host: Mapping[str, np.ndarray], ids: torch.Tensor, real: np.ndarray | None
-) -> np.ndarray | None:
+def _starts(host: Mapping[str, np.ndarray], ids: torch.Tensor, real: np.ndarray | None) -> np.ndarray | None:
     """Return bool [B, S], True where a document begins inside a row; None if no row has a second document."""
     said = {}
     for name in filter(host.__contains__, _DOCUMENTS):
@@ -243,7 +243,7 @@ def _starts(
             raise ValueError(f"{names[0]} and {name} describe different documents; pass one of them, or equal ones")
     if not starts or not starts[0].any():
         return None
-    if batch.get("attention_mask") is not None and names[0] == "position_ids":
+    if "attention_mask" in host and names[0] == "position_ids":
         raise ValueError(
             "position_ids restart, but there is an attention_mask, with which transformers lets the documents of a row "
             "see each other. Leave attention_mask out for packed documents; else don't restart position_ids"
@@ -310,5 +310,6 @@ def _one_mask(starts: np.ndarray | None, shape: tuple[int, int], *, join: bool) 
 
 def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Rotate each row of [B, S, ...] to the right by its entry of ``by`` [B]."""
-    places = (torch.arange(x.shape[1], device=x.device) - by.to(x.device)[:, None]) % x.shape[1]
+    by = by.to(x.device, non_blocking=True)[:, None]
+    places = (torch.arange(x.shape[1], device=x.device) - by) % x.shape[1]
     return x[torch.arange(len(x), device=x.device)[:, None], places]

@@ -184,7 +184,7 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
         places = torch.full((rows, 1), past, device=ids.device)
     else:
         places = torch.arange(past, past + count, device="cpu").expand(rows, -1)
-        places = (places if mask is None else places - padding[:, None]).to(ids.device)
+        places = (places if mask is None else places - padding[:, None]).to(ids.device, non_blocking=True)
     cache.check_batch(padding, argument)
     cache.move(ids.device)
     _check_positions(places, given.get("position_ids"))
@@ -229,6 +229,7 @@ def _prefill(model: Any, call: _CachedCall, count: int) -> int:
         return 0
     mask = None if call.mask is None else call.mask[:, :count]
     ids = rows_of({"input_ids": call.ids[:, :count], "attention_mask": mask}, ranks=world).input_ids
+    ids = ids.to(call.ids.device, non_blocking=True)
     pieces = 1 if cache.prefill_chunk is None else -(-count // cache.prefill_chunk)
     for n in range(pieces):  # of equal lengths, so that none has fewer tokens than ranks
         _prefill_piece(model, call, ids, count * n // pieces, count * (n + 1) // pieces)
@@ -244,7 +245,7 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
         plans = Plans({x: known.base.following(count, first=first, mask=masks[x], held=held[x]) for x in held})
     else:
         plans = known.get(stop, None)
-    positions = plans.one.positions.to(ids.device).repeat(len(ids), 1)
+    positions = plans.one.positions.to(ids.device, non_blocking=True).repeat(len(ids), 1)
     with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
         _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, Plans(plans, positions=positions))
 

@@ -60,7 +60,7 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     remedies = {"remedy": SAME_BATCH, "remedies": _REMEDIES}
     state.meeting.agree("the model", fields, outer=outer, inner=inner, details=details, **remedies)
     state.compared = True
-    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
+    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, device=rows.device, **rows.others))
     return call
 
 

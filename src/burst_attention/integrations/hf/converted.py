@@ -194,8 +194,8 @@ class _Tempered(Converted):
             with plans.one.agreement.entering("burst_attention", once=True):
                 checks.check_tokens(hidden_states.shape[1], plans.one)
                 _check_no_cache(kwargs)
-            places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
-            kwargs[known.CACHE] = _Places(places.to(hidden_states.device))
+            places = plans.one.document_positions_on(hidden_states.device)
+            kwargs[known.CACHE] = _Places(places - torch.arange(len(places), device=places.device))
         return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
 
 
@@ -207,8 +207,8 @@ class _Placed(Converted):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = plans_of(self)
         if plans is not ALONE:
-            places: Tensor = plans.one.document_positions
-            kwargs["position_ids"] = places.to(self.weight.device)  # type: ignore[arg-type]
+            weight: Any = self.weight
+            kwargs["position_ids"] = plans.one.document_positions_on(weight.device)
         return super().forward(*args, **kwargs)
 
 

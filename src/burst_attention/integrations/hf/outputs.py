@@ -131,7 +131,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 
     found: dict[str, Any] = {name: restored(getattr(tokens, name)) for name in fields}
     out = ParallelOutput(**found)
-    mask = restored((rows.targets != IGNORED)[:, :-1])
+    mask = restored((rows.targets != IGNORED)[:, :-1]).to(hidden.device, non_blocking=True)
     log_probs, entropy = state.share(out.log_probs), state.share(out.entropy)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items or 1.0)
     return replace(out, loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
@@ -197,7 +197,7 @@ def _in_turn(model: Any, out: Any) -> Any:
 def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any, real: Tensor) -> None:
     """Refuse a loss that depends on the hidden states of padding, which differ from those on one device."""
     hidden = whole.last_hidden_state
-    other = _WholeOutput(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
+    other = _WholeOutput(last_hidden_state=torch.where(real.to(hidden.device)[..., None], hidden, 1 - 2 * hidden))
     other.lack(whole)
     other.pooler_output = whole.pooler_output
     other.router_logits = whole.router_logits

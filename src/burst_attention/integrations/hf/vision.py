@@ -164,7 +164,7 @@ def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
 
 def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of the arguments of a language model's forward."""
-    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(given["inputs_embeds"].device)
+    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(given["inputs_embeds"].device, non_blocking=True)
     names = [name for name in ("inputs_embeds", *_PER_TOKEN) if name in given]
     shard = {name: given.pop(name).index_select(1, at) for name in names}
     positions = given.pop("position_ids")

@@ -53,5 +53,5 @@ class BlockTables:
             arrays = (tiles.table, *meetings(starts, stops, size, length))
             # The programs read rows, so the arrays must be C-contiguous.
             rows = (np.ascontiguousarray(x, np.int32) for x in arrays)
-            tables[key] = Blocks(*(torch.from_numpy(x).to(device) for x in rows))
+            tables[key] = Blocks(*(torch.from_numpy(x).to(device, non_blocking=True) for x in rows))
         return tables[key]
