@@ -82,7 +82,8 @@ def rows_of(
         TypeError, ValueError: an entry is wrong; the message names it and says what to do.
     """
     ids, embeds = _ids_and_embeddings(batch)
-    here, device = _on_host(batch, ids, others or {}), ids.device
+    here, others = _on_host(batch, ids, others or {})
+    device = ids.device
     ids, host = here["input_ids"], {name: x.numpy().astype(np.int64) for name, x in here.items()}
     seen, before = _padding(here)
     real, padding = (None if x is None else torch.from_numpy(x) for x in (seen, before))
@@ -110,7 +111,7 @@ def rows_of(
     if more and (cu_seqlens is not None or not causal):
         cu_seqlens = (*(cu_seqlens or (0, tokens)), tokens + more)
     also = {} if embeds is None else {"inputs_embeds": arranged(embeds, 0)}
-    also |= {name: arranged(here[name], 0) for name, value in (others or {}).items() if value is not None}
+    also |= {name: arranged(x, 0) for name, x in others.items()}
     targets = None if targets is None else arranged(targets, IGNORED)
     shape, shifted = (batch_size, length), _shifted(host, before)
     given = arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, device
@@ -157,8 +158,10 @@ def _like(batch: Mapping[str, Any], name: str, ids: torch.Tensor, *, rows: bool 
     return value.expand(ids.shape)
 
 
-def _on_host(batch: Mapping[str, Any], ids: torch.Tensor, others: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the entries that rows are made of on the CPU, copied together. ``attention_mask`` is 0 where it is 0."""
+def _on_host(
+    batch: Mapping[str, Any], ids: torch.Tensor, others: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the entries that rows are made of, and ``others``, on the CPU, copied together."""
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
@@ -168,11 +171,11 @@ def _on_host(batch: Mapping[str, Any], ids: torch.Tensor, others: Mapping[str, A
     given |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
     given |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
     given |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    given |= {name: _like(others, name, ids, rows=True) for name in others}
-    here = on_host({"input_ids": ids} | {name: x for name, x in given.items() if x is not None})
+    more = {f"other {name}": _like(others, name, ids, rows=True) for name in others}
+    here = on_host({"input_ids": ids} | {name: x for name, x in (given | more).items() if x is not None})
     if mask is not None and here.pop("other").any():
         raise _mask_refusal(f"that holds {mask[(mask != 0) & (mask != 1)][0].item()}, neither 0 nor 1,")
-    return here
+    return here, {name: here.pop(f"other {name}") for name in others if f"other {name}" in here}
 
 
 def _padding(here: Mapping[str, torch.Tensor]) -> tuple[np.ndarray | None, np.ndarray | None]:
