@@ -228,8 +228,8 @@ def shard_tokens(
     Labels stay where they are; the rest goes to ``device``, without a wait. Default: that of the ids.
     """
     device = ids.device if device is None else device
-    shard = {name: plan.shard(x, 1).to(device, non_blocking=True) for name, x in {"input_ids": ids, **others}.items()}
-    shard["position_ids"] = plan.document_positions_on(device).repeat(ids.shape[0], 1)
+    shard = {"position_ids": plan.document_positions_on(device).repeat(ids.shape[0], 1)}  # unless others have them
+    shard |= {name: plan.shard(x, 1).to(device, non_blocking=True) for name, x in {"input_ids": ids, **others}.items()}
     if targets is not None:
         shard["shift_labels"] = plan.shard(targets, 1)
     plan.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
