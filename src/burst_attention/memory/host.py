@@ -33,7 +33,7 @@ def check_unchanged(x: Tensor, version: int) -> None:
 
 
 _ALIGNED = 512  # bytes
-_CUT = 4  # a slab has at least this many buffers
+_WASTE = 1 / 8  # of a slab, which no search for another size is worth
 
 
 @dataclass(eq=False)
@@ -142,7 +142,8 @@ def _wait_for(reading: list[tuple[Tensor, cuda.Event]]) -> None:
 class PinnedMemory:
     """Buffers of pinned memory, used again by copies on one stream; sizes within an eighth share them.
 
-    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation.
+    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation where one alone
+    would waste much of it. The host waits while memory is pinned, so slabs are as small as that allows.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,9 @@ class PinnedMemory:
             for other in [each for each in self._made if len(self._free[each]) == self._made[each]]:
                 del self._free[other], self._made[other]
             free = self._free.setdefault(size, [])
-            slab = self._allocate(1 << (_CUT * size - 1).bit_length()).untyped_storage()
+            least = 1 << (size - 1).bit_length()
+            sizes = (least, 2 * least, 4 * least)
+            slab = self._allocate(min(sizes, key=lambda x: max(x % size / x, _WASTE))).untyped_storage()
             free += [(slab, start) for start in range(0, slab.nbytes() - size + 1, size)]
             self._made[size] = self._made.get(size, 0) + len(free)
         storage, start = free.pop()
