@@ -142,8 +142,8 @@ def _wait_for(reading: list[tuple[Tensor, cuda.Event]]) -> None:
 class PinnedMemory:
     """Buffers of pinned memory, used again by copies on one stream; sizes within an eighth share them.
 
-    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation where one alone
-    would waste much of it. The host waits while memory is pinned, so slabs are as small as that allows.
+    torch rounds a pinned allocation up to a power of two, so several buffers are cut from one allocation where one
+    alone would waste much of it. The host waits while memory is pinned, so slabs are as small as that allows.
     """
 
     def __init__(self) -> None:
