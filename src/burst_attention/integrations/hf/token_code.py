@@ -29,14 +29,14 @@ from .known import REVIEWED, names
 _APART = names(
     """
     abs add add_ addcmul bfloat16 bitwise_and bitwise_not bitwise_or bool ceil clamp clamp_ clamp_max clamp_min clip
-    clone contiguous copy_ cos cosine data detach device dim div div_ dropout dtype elu embedding empty empty_like
-    eq erf exp expand expand_as expm1 fill_ finfo flatten float floor floor_divide from_numpy full full_like ge gelu
-    get_autocast_dtype get_default_dtype get_device get_device_module get_dtype grad greater gt half hardswish
-    hardtanh iinfo int is_autocast_enabled is_complex is_contiguous is_floating_point is_grad_enabled is_nested
-    is_tensor is_tracing isfinite isinf isnan item itemsize keys layer_norm le leaky_relu lerp log log1p log2
-    logical_and logical_not logical_or logsigmoid long lt masked_fill masked_fill_ maximum minimum mish mul mul_
-    multiply ndim ne neg new_empty new_full new_ones new_tensor new_zeros no_grad nonzero numel numpy one_hot ones
-    ones_like parameters polar pow quick_gelu reciprocal register_buffer relu relu6 relu_ remainder repeat
+    clone contiguous copy_ cos cosine data detach device dim div div_ double dropout dtype elu embedding empty
+    empty_like eq erf exp expand expand_as expm1 fill_ finfo flatten float floor floor_divide from_numpy full
+    full_like ge gelu get_autocast_dtype get_default_dtype get_device get_device_module get_dtype grad greater gt
+    half hardswish hardtanh iinfo int is_autocast_enabled is_complex is_contiguous is_floating_point is_grad_enabled
+    is_nested is_tensor is_tracing isfinite isinf isnan item itemsize keys layer_norm le leaky_relu lerp log log1p
+    log2 logical_and logical_not logical_or logsigmoid long lt masked_fill masked_fill_ maximum minimum mish mul
+    mul_ multiply ndim ne neg new_empty new_full new_ones new_tensor new_zeros no_grad nonzero numel numpy one_hot
+    ones ones_like parameters polar pow quick_gelu reciprocal register_buffer relu relu6 relu_ remainder repeat
     repeat_interleave requires_grad reshape reshape_as rms_norm round rsqrt rsub scalar_tensor selu shape sigmoid
     sign silu sin size softplus sparse_coo sqrt square squeeze stack storage stride sub sub_ tanh tensor threshold
     to tolist torch_dtype type type_as unflatten unsqueeze unsqueeze_ untyped_storage values view view_as
@@ -191,7 +191,8 @@ class _Scope:
         if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", None) == "super":
             return None if self._module is None else getattr(super(self._names["__class__"], self._module), node.attr)
         owner = self.value(node.value)
-        return None if owner is None or isinstance(owner, torch.Tensor) else getattr(owner, node.attr, None)
+        value = None if owner is None or isinstance(owner, torch.Tensor) else getattr(owner, node.attr, None)
+        return value.func if isinstance(value, functools.partial) else value
 
     def fixed(self, node: ast.AST) -> bool:
         """Return whether an expression is made of the module's own tensors, or one-hot, and not of activations."""
