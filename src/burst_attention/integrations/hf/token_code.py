@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from itertools import chain
 from types import FunctionType
@@ -63,6 +64,7 @@ _PRODUCTS = names("addmm baddbmm bmm einsum linear matmul mm")  # one factor mus
 _TURNS = names("T mT movedim permute swapaxes swapdims t transpose")
 _TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "transformers"}  # torch's are judged by their names
 _PLACING = names("arange")  # a body gets position_ids, and counts only if there are none
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of trees for all threads together
 _RANDOM = names("bernoulli rand rand_like uniform_")
 
 
@@ -148,7 +150,8 @@ def _operations(function: Any, module: nn.Module | None, root: str, seen: set[An
 @functools.cache
 def _tree(function: FunctionType) -> ast.Module | None:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        with _PARSING:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
     if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
