@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import FNetConfig, GptOssConfig, GptOssForCausalLM, PatchTSMixerConfig, Wav2Vec2Config
+from transformers import (
+    FNetConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MobileBertConfig,
+    MobileBertModel,
+    PatchTSMixerConfig,
+    Wav2Vec2Config,
+)
 from transformers.models.fnet.modeling_fnet import FNetFourierTransform
 from transformers.models.patchtsmixer.modeling_patchtsmixer import PatchMixerBlock
 from transformers.models.wav2vec2.modeling_wav2vec2 import TDNNLayer
@@ -129,6 +137,13 @@ def test_classes_of_transformers_that_mix_tokens_are_refused_beside_an_attention
     part = OF_TRANSFORMERS[name]()
     with pytest.raises(ValueError, match=rf"\({name}\) is not known to treat each token independently: it uses"):
         parts.check_structure(with_part(part).model)
+
+
+def test_mobilebert_joins_the_embeddings_of_neighbouring_tokens():
+    with torch.device("meta"):
+        model = MobileBertModel(MobileBertConfig(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"embeddings \(MobileBertEmbeddings\) is not known to treat each token"):
+        parts.check_structure(model)
 
 
 @remote
