@@ -527,14 +527,14 @@ def test_unknown_mixers_are_refused(kind, place):
         parts.check_structure(model)  # as check_model does
 
 
-def test_a_mixer_with_a_harmless_name_is_refused():
-    class SmoothingLayer(nn.Module):
+def test_a_part_in_place_of_a_mixer_is_refused():
+    class ScalingLayer(nn.Module):
         def forward(self, hidden_states, **kwargs):
-            return hidden_states.cumsum(1)
+            return 2 * hidden_states
 
-    SmoothingLayer.__module__ = "transformers_modules.other"
+    ScalingLayer.__module__ = "transformers_modules.other"
     model = make_hybrid("qwen3_next", double=False)
-    model.model.layers[0].linear_attn = SmoothingLayer()
+    model.model.layers[0].linear_attn = ScalingLayer()
     assert "has 'linear_attention' 2 times, but Qwen3NextModel has 1 token mixers" in refusal(model, hf.parallelize)
 
 

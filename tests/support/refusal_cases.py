@@ -334,7 +334,7 @@ MODELS: Cases = [
     ("hf.check_model(shifting, plan)", "ValueError: model.layers.0.mlp.1 (Shift) is not known to treat each token"),
     (
         "hf.check_model(disguised, plan)",
-        "ValueError: hidden states of LlamaForCausalLM depend on other tokens outside of",
+        "ValueError: model.layers.0.mlp.1 (ShiftLayer) is not known to treat each token independently: it uses roll",
     ),
     ("forward(shifting)", "ValueError: layers.0.mlp.1 (Shift) is not known to treat each token independently (if"),
     ("forward(hooked)", "ValueError: layers.0 (LlamaDecoderLayer) has the hook print, which would get only this"),
@@ -559,7 +559,7 @@ class Shift(nn.Module):
 
 
 class ShiftLayer(Shift):
-    """The same under a harmless name, in a package whose class names are trusted."""
+    """The same under a harmless name, in a package whose code is read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)

@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import linecache
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -436,8 +437,9 @@ def double_module(name: str) -> Any:
     source = source.replace("@auto_docstring", "@_undocumented")
     plain = "def _undocumented(f=None, **_):\n    return f if f is not None else (lambda g: g)\n"
     source = source.replace("\nimport torch\n", f"\nimport torch\n\n{plain}\n", 1)
-    own = f"transformers_modules.modeling_{name}_64"
+    own = f"{kind}_64"
     module = sys.modules[own] = importlib.util.module_from_spec(importlib.util.spec_from_loader(own, loader=None))
+    linecache.cache[f"<{own}>"] = len(source), None, source.splitlines(keepends=True), f"<{own}>"  # parts are read
     exec(compile(source, f"<{own}>", "exec"), module.__dict__)
     return module
 

@@ -95,6 +95,48 @@ _COUNTED = names(
 WITHOUT_WINDOW = ("moshi",)
 SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
 
+# Operations of classes of transformers that we read: there they don't mix tokens, though ``token_code`` can't tell.
+_READ = (
+    (
+        "gather scatter_ softmax topk",  # along the experts of flattened tokens
+        """
+    AXK1TopkRouter AfmoeTokenChoiceRouter BailingHybridTopkRouter BeamTopKRouter Cohere2MoeTopKRouter DbrxFFN
+    DeepseekV2TopkRouter DeepseekV3TopkRouter Dots1TopkRouter Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter
+    Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter GptOssTopKRouter HYV3TopKRouter HunYuanMoEV1Gate
+    KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter MiMoV2FlashTopkRouter
+    MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter SolarOpenTopkRouter
+    Step3p7TopKRouter UnlimitedOcrTextTopkRouter
+    """,
+    ),
+    ("scatter softmax sort sum topk", "JetMoeTopKGating"),
+    ("sum transpose", "Llama4TextMoe"),  # over the experts
+    ("T matmul", "DbrxExpertGLU"),  # weights of an expert
+    ("matmul permute mean", "Gemma3nTextDecoderLayer Gemma3nTextModel"),  # over the copies of the stream
+    ("numpy.sqrt", "CTRLModel"),
+    ("cat", "DoryAttention"),  # of a cache
+    # Of channels or heads.
+    ("chunk split unbind", "DbrxAttention DiffLlamaAttention GPT2Attention GPTBigCodeAttention ModernBertAttention"),
+    ("baddbmm matmul", "GPT2Attention"),  # a path of eager attention
+    ("exponential_", "PhimoeTopKRouter"),  # refused in training
+    ("_cast", "NemotronLayerNorm1P"),
+    ("__setstate__", "WhisperDecoder"),
+    (
+        "arange cat cumsum index max min",  # of positions, which they get
+        """
+    BioGptLearnedPositionalEmbedding CamembertEmbeddings Data2VecTextEmbeddings FalconModel Gemma4TextModel
+    Gemma4UnifiedTextModel Llama4TextAttention MiniMaxM3VLAttention OPTDecoder OPTLearnedPositionalEmbedding
+    PhimoeRotaryEmbedding RobertaEmbeddings RobertaPreLayerNormEmbeddings XGLMSinusoidalPositionalEmbedding
+    XLMRobertaEmbeddings XLMRobertaXLEmbeddings XmodEmbeddings XmodModel
+    """,
+    ),
+    ("all", "Gemma4TextModel"),
+    ("cat einsum index pad", "BigBirdModel"),  # of masks
+)
+REVIEWED: Mapping[str, frozenset[str]] = {
+    kind: frozenset().union(*(names(used) for used, kinds in _READ if kind in kinds.split()))
+    for kind in " ".join(kinds for _, kinds in _READ).split()
+}
+
 _ALIBI = "adds biases by distance (ALiBi) to its attention scores, which no kernel here takes"
 _CODEBOOKS = "reads several codebooks for each token, not one row of ids"
 _COMPRESSED = "its queries see keys that sum up groups of tokens, which cross the shards' borders"

@@ -55,12 +55,6 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):
             raise ValueError(f"{name}={getattr(text, name)} of the configuration is not supported; set {name}=0.0")
-    used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
-    for window in by_layer(text, "sliding_window") if used else ():
-        if window is not None and window < 1:
-            raise ValueError(
-                f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none"
-            )
     check_rope(text)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         check_layers(text)
@@ -93,7 +87,7 @@ def check_parts(model: Any, body: Any, layout: str) -> None:
 
 
 def check_layers(config: Any) -> None:
-    """Refuse a configuration that lists layers other than self-attention."""
+    """Refuse a configuration that lists layers other than self-attention, or whose layers use a window below 1."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"is_encoder_decoder=True of the configuration: cross-attention is not supported; {ALONE}")
     for attribute, kinds in known.layer_lists(config):
@@ -104,6 +98,14 @@ def check_layers(config: Any) -> None:
                     f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
                     f"{ALONE}"
                 )
+    listed = getattr(config, "layer_types", None)
+    used = getattr(config, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
+    windows = by_layer(config, "sliding_window", len(listed or [None])) if used else []
+    for kind, window in zip(listed or ["sliding_attention"] * len(windows), windows, strict=False):
+        if kind == "sliding_attention" and window is not None and window < 1:
+            raise ValueError(
+                f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none"
+            )
 
 
 def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:

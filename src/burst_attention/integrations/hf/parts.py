@@ -1,22 +1,23 @@
 """Find parts of a model that mix tokens outside of the attention, or that draw random values.
 
-A part is judged by the class that defines its forward, not by the name of a subclass. For a few packages with
-descriptive class names, the name decides. A user's class must be declared by :func:`token_wise`.
+A part is judged by the class that defines its forward: transformers' and remote code's by its operations
+(:mod:`token_code`), linear layers of other packages by a measurement (:mod:`token_measure`). A user's class must be
+declared by :func:`token_wise`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, takewhile
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import checks, converted, known
+from . import checks, converted, known, token_code, token_measure
 from .checks import dropouts_of
 from .known import is_called, names
 
@@ -25,17 +26,10 @@ ALONE = "run it on one rank, where it sees the whole sequence"
 _LAYERS = "Linear Embedding LayerNorm RMSNorm Dropout Identity Sequential ReLU GELU SiLU Tanh Sigmoid"
 # Layers of torch.nn that treat each token independently, and their subclasses that inherit the forward.
 _TOKENWISE = [getattr(nn, name) for name in _LAYERS.split()]
-# Packages whose class names describe what the classes do.
+# Packages whose classes are judged by their code, or measured if they are linear layers.
 _NAMED = (
     *("transformers", "transformers_modules", "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors"),
     *("eetq", "gptqmodel", "hqq", "liger_kernel", "optimum", "torchao"),
-)
-# Endings of the names of classes that only contain others, or that treat each token independently.
-_KNOWN = re.compile(
-    r"(Model|ForCausalLM|LMHeadModel|ForConditionalGeneration|Decoder|Encoder|Layer|Block|Stack|Wrapper|OptimizedModule"
-    r"|MLP|Mlp|GLU|FeedForward|FFN|Experts?|MoE|Moe|MoA|AltUp|Router|Gate|Gating|Statics"
-    r"|Norm|NormGated|Norm1P|Activation|Gelu|Linear|Linear4bit|Linear8bitLt|Conv1D|Dense|Intermediate|Output|Transform"
-    r"|Projector|Adapter|Embeddings?|Predictions|HyperConnection|HyperHead|Head|Attention|RotaryEmbedding)$"
 )
 # Wrappers that run the wrapped module unchanged.
 _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
@@ -56,8 +50,9 @@ _UNKNOWN = "is not known to treat each token independently"
 def token_wise(treats: _Declared) -> _Declared:
     """Declare that a module class, or a hook, treats each token independently and may run on shards.
 
-    Use it as a decorator, or call it on a class of another package before ``parallelize``. It does not verify the
-    declaration; ``hf.check_model`` measures it. A subclass with another ``forward`` needs another declaration.
+    Use it as a decorator, or call it on a class of another package before ``parallelize``. A class whose forward takes
+    one tensor of the model's width is run on random tokens, and refused if they depend on each other. Others are not
+    verified; ``hf.check_model`` measures them. A subclass with another ``forward`` needs another declaration.
 
     Args:
         treats: an ``nn.Module`` class that defines ``forward``, or a hook, for ``register_forward_hook`` and similar
@@ -91,7 +86,7 @@ class Watched:
     def __init__(self, model: nn.Module) -> None:
         self._parts = [*model.modules()]
         self._configs = [vars(part).get("config") for part in self._parts]  # held, so that their ids stay theirs
-        self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if _is_rate(name)]
+        self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if token_code.is_rate(name)]
         self._found = self._state()
 
     def unchanged(self) -> bool:
@@ -112,23 +107,25 @@ class Watched:
         ]
 
 
-def _is_rate(name: str) -> bool:
-    return name == "p" or "drop" in name or "jitter" in name
-
-
 def check_structure(model: nn.Module) -> None:
     """Refuse a model with another attention, or with a part not known to treat each token independently."""
     mixers = [mixer for _, mixer in known.mixers_of(model)]
     of_mixers = {id(part) for mixer in mixers for part in mixer.children()}
     whole = {id(pooler) for pooler in converted.poolers_of(model)}
+    found: list[tuple[bool, str]] = []
+    judged: dict[Any, str | None] = {}
     for name, module in model.named_modules():
         # A mixer passes the weight of its convolution to a kernel.
         if id(module) in whole or (isinstance(module, nn.Conv1d) and id(module) in of_mixers):
             continue
-        reason = _reason(module)
+        reason = _reason(module, judged)
         if reason:
-            raise ValueError(f"{_shown(name, module)} {reason}, and each rank would see only its shard; {ALONE}")
-    # Unknown mixers may have harmless names, such as ...Layer.
+            found.append((reason.startswith(_UNKNOWN), f"{_shown(name, module)} {reason}"))
+    if found:  # a stated reason rather than an unknown part around it
+        text = min(found, key=lambda each: each[0])[1]
+        raise ValueError(f"{text}, and each rank would see only its shard; {ALONE}")
+    _check_measured(model)
+    # What a configuration calls a mixer may be a part that mixes nothing.
     for attribute, kinds in known.layer_lists(getattr(model, "config", None)):
         listed = [kind for kind in kinds if known.LAYERS.get(kind) == "state"]
         if len(mixers) < len(listed):
@@ -136,6 +133,31 @@ def check_structure(model: nn.Module) -> None:
                 f"{attribute} of the configuration has {listed[0]!r} {len(listed)} times, but {type(model).__name__} "
                 f"has {len(mixers)} token mixers that are known to run on shards; {ALONE}"
             )
+
+
+def _check_measured(model: nn.Module) -> None:
+    """Refuse declared classes, and layers with a product of their own, if tokens depend on each other there."""
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    measured: set[Any] = set()
+    for name, module in model.named_modules():
+        declared = _is_declared(_definer(type(module)))
+        if not (declared or _is_measured(module)) or (key := token_measure.key(module)) in measured:
+            continue
+        measured.add(key)
+        width = token_measure.width_of(module) or hidden
+        reason = token_measure.reason(module, width, dtype, trusted=declared) if isinstance(width, int) else None
+        if reason:
+            raise ValueError(f"{_shown(name, module)} {reason}, or {ALONE}")
+
+
+def _is_measured(module: nn.Module) -> bool:
+    """Return whether a part is a linear layer with a product of its own: of a tensor's class, or of a package."""
+    kind = _definer(type(module))
+    if _within(kind.__module__, ["torch"]):
+        return not token_measure.has_plain_weight(module)
+    read = _within(kind.__module__, ["transformers.models", "transformers_modules"])
+    return token_measure.width_of(module) is not None and not read and _within(kind.__module__, _NAMED)
 
 
 def check_rotary(model: nn.Module) -> None:
@@ -192,7 +214,9 @@ def check_random(model: nn.Module, body: nn.Module | None = None, *, dropout: bo
         of_module = isinstance(part, nn.modules.dropout._DropoutNd)
         for setting, value in vars(part).items() if dropout or not of_module else ():
             # The attention refuses its own dropout, in the words of its configuration.
-            random = _is_rate(setting) and (of_module or setting != "p") and not (sharded and "att" in setting)
+            random = (
+                token_code.is_rate(setting) and (of_module or setting != "p") and not (sharded and "att" in setting)
+            )
             if random and _positive(value):
                 asked = dropouts_of(getattr(model, "config", None))
                 where = f" (of the configuration: {asked})" if asked else ""
@@ -279,7 +303,7 @@ def _definer(kind: type) -> type:
     return next(base for base in bases if "forward" in vars(base))
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(module: nn.Module, judged: dict[Any, str | None]) -> str | None:
     """Return why a module may mix tokens or use wrong positions, or None. Its children are checked separately."""
     if hasattr(module, "stock_class"):
         return None  # the forward of a parallelized model is ours
@@ -304,12 +328,15 @@ def _reason(module: nn.Module) -> str | None:
         return None if kind.__name__ in _TRANSPARENT else _UNKNOWN
     if not _within(kind.__module__, _NAMED):
         return f"{_UNKNOWN} (if it does, declare it: hf.token_wise({kind.__name__}))"
-    rotary = kind.__name__.endswith("RotaryEmbedding") or kind.__module__ == "transformers.activations"
-    if rotary or calls_interface(module):
+    is_head = isinstance(module, PreTrainedModel) and module.base_model is not module
+    if kind.__module__ == "transformers.activations" or is_head or _is_measured(module):
         return None
-    if _places_tokens(module):
+    if not calls_interface(module) and _places_tokens(module):
         return "counts positions itself, from the start of its input"
-    return None if _KNOWN.search(kind.__name__) else _UNKNOWN
+    operation = token_code.mixing(module, kind, judged, attends=calls_interface(module))
+    if operation is None:
+        return None
+    return f"{_UNKNOWN}: it uses {operation} (if it does, declare it: hf.token_wise({kind.__name__}))"
 
 
 def _reason_of_adapter(module: nn.Module, kind: type) -> str | None:

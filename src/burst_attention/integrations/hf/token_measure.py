@@ -1,0 +1,126 @@
+"""Measure whether what a layer computes for a token depends on other tokens.
+
+Layers in low precision may scale by a statistic of their input. Their work is done by kernels, so they are run.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_TOKENS = 16  # products in low precision take multiples of 16
+_FACTOR = 13.0  # large for a statistic, small for the range of 8-bit floats, and no power of two
+# Relative L2. Equal rows in tensors of equal shapes give equal results; another scale of 8-bit integers changes 1e-2.
+_BOUND = 1e-4
+_COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def width_of(layer: nn.Module) -> int | None:
+    """Return a linear layer's number of input features; None for other layers."""
+    width = getattr(layer, "in_features", None)
+    return width if isinstance(width, int) else None
+
+
+def has_plain_weight(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is a tensor of torch's own, so that torch's product runs."""
+    weight: Any = getattr(layer, "weight", None)
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    return weight is None or type(weight) in (torch.Tensor, nn.Parameter)
+
+
+def key(layer: nn.Module) -> Any:
+    """Return a key that layers share if they compute alike, so that one measurement is enough for them."""
+    weight: Any = getattr(layer, "weight", None)
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    return type(layer), type(weight), layer.extra_repr(), layer.training, repr(flatten()[1]) if flatten else ""
+
+
+def reason(layer: nn.Module, width: int, dtype: torch.dtype, *, trusted: bool) -> str | None:
+    """Run a layer on random tokens. Return why it can't run on shards, or None.
+
+    Args:
+        width: features of the layer's input, [1, 16, width].
+        dtype: the model's. The input has the weight's, if that is one to compute in.
+        trusted: whether a layer that can't take the input is left as it is.
+    """
+    try:
+        mixes = _depends(layer, width, dtype)
+    except Exception as error:
+        if trusted:
+            return None
+        why = f"fails on random tokens ({type(error).__name__}: {error})"
+        return f"{why}, so nothing tells whether it treats each independently; move the model to its device first"
+    if not mixes:
+        return None
+    return (
+        "was run on random tokens: results of a token depend on other tokens, and each rank would see only its shard; "
+        "scale each token or row by itself"
+    )
+
+
+def _depends(layer: nn.Module, width: int, dtype: torch.dtype) -> bool:
+    """Return whether outputs or gradients of some tokens depend on values of others."""
+    tensors = chain(layer.parameters(), layer.buffers())
+    held = next((each for each in tensors if not each.is_meta), torch.empty(0))
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dtype in _COMPUTED:
+        dtype = weight.dtype
+    random = torch.Generator().manual_seed(1)
+    given = torch.randn(1, _TOKENS, width, generator=random).to(held.device, dtype)
+    one, zero = (torch.full((_TOKENS, 1), value, device=held.device, dtype=dtype) for value in (1.0, 0.0))
+    large, none = one.clone(), one.clone()
+    large[::2], none[::2] = _FACTOR, zero[::2]
+    twin = _twin(layer, held.device)
+    # Of every second token the values, then their gradients, are made large, where they add nothing to the weights'.
+    for before, after in (((one, none), (large, none)), ((none, one), (none, large))):
+        pairs = zip(_results(twin, given, *before), _results(twin, given, *after), strict=True)
+        if any(_differ(x, y) for x, y in pairs):
+            return True
+    return False
+
+
+def _results(layer: nn.Module, given: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output and gradient of every second token, and the weights' gradients; leave the random state."""
+    devices = [given.device] if given.is_cuda else []
+    with torch.enable_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        given = (given * values).requires_grad_()
+        out = layer.forward(given)
+        if not isinstance(out, torch.Tensor) or out.shape[:2] != given.shape[:2]:
+            raise TypeError(f"it returns no tensor [1, {_TOKENS}, ...]")
+        if not out.requires_grad:
+            return [out[:, 1::2]]
+        features = torch.linspace(0.5, 1.5, out.shape[-1], device=out.device, dtype=out.dtype)
+        trained = [each for each in layer.parameters() if each.requires_grad and each.dim() > 1]  # no bias
+        slope = (features * slopes.to(out.dtype)).expand_as(out)
+        own, *others = torch.autograd.grad(out, [given, *trained], slope, allow_unused=True)
+        return [out.detach()[:, 1::2], *([] if own is None else [own[:, 1::2]]), *(x for x in others if x is not None)]
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
+    x, y = x.double(), y.double()
+    return not bool((x - y).norm() <= _BOUND * y.norm())
+
+
+def _twin(layer: nn.Module, device: torch.device) -> nn.Module:
+    """Return the layer without hooks, with copies of its buffers, and with random weights for absent ones."""
+    twin = copy.copy(layer)
+    own: dict[str, Any] = vars(twin)
+    own["_parameters"] = {name: _present(each, device) for name, each in layer._parameters.items()}
+    own["_buffers"] = {name: None if each is None else each.clone() for name, each in layer._buffers.items()}
+    own["_modules"] = {name: each and _twin(each, device) for name, each in layer._modules.items()}
+    return twin
+
+
+def _present(weight: Any, device: torch.device) -> Any:
+    """Return a weight, or random values in its place if it is sharded or on the meta device."""
+    absent = weight is not None and (weight.is_meta or isinstance(weight, DTensor))
+    if not absent or weight.dtype not in _COMPUTED:
+        return weight
+    made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)).mul_(0.02)
+    return made.to(device, weight.dtype).requires_grad_(weight.requires_grad)
