@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, FNetConfig, FNetForMaskedL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, converted, models, own_attention
+from burst_attention.integrations.hf import checks, converted, models, own_attention, parts
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
 from tests.tools import families
@@ -221,7 +221,10 @@ def test_decoders_that_are_not_certain_to_be_encoders_are_refused(model_type, se
 def test_a_model_without_a_known_attention_is_refused():
     """FNet mixes tokens by a Fourier transform; its classes have harmless names."""
     model = FNetForMaskedLM(FNetConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)).eval()
-    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="FNetModel has no attention and no rec"):
+    with pytest.raises(ValueError, match="Sequential has no attention and no recurrence that is known"):
+        parts.check_exchanges(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    refusal = r"\(FNetBasicFourierTransform\) is not known to treat each token independently: it uses fft_fftn"
+    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match=refusal):
         ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
     ids = torch.arange(16)[None]
     expected = model(input_ids=ids).logits

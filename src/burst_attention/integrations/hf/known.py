@@ -95,7 +95,8 @@ _COUNTED = names(
 WITHOUT_WINDOW = ("moshi",)
 SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
 
-# Operations of classes of transformers that we read: there they don't mix tokens, though ``token_code`` can't tell.
+# Operations of classes of transformers that don't mix tokens there, though ``token_code`` can't tell: models with these
+# classes equal one process (``tests/tools/families.py``), or the classes pick experts as those do.
 _READ = (
     (
         "gather scatter_ softmax topk",  # along the experts of flattened tokens

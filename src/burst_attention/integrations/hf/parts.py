@@ -153,11 +153,12 @@ def _check_measured(model: nn.Module) -> None:
 
 def _is_measured(module: nn.Module) -> bool:
     """Return whether a part is a linear layer with a product of its own: of a tensor's class, or of a package."""
-    kind = _definer(type(module))
-    if _within(kind.__module__, ["torch"]):
+    home = _definer(type(module)).__module__
+    if token_measure.width_of(module) is None:
+        return False
+    if _within(home, ["torch"]):
         return not token_measure.has_plain_weight(module)
-    read = _within(kind.__module__, ["transformers.models", "transformers_modules"])
-    return token_measure.width_of(module) is not None and not read and _within(kind.__module__, _NAMED)
+    return _within(home, _NAMED) and not _within(home, ["transformers.models", "transformers_modules"])
 
 
 def check_rotary(model: nn.Module) -> None:
