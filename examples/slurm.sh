@@ -20,7 +20,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 end=$(date -d "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e)" +%s)
 deadline=$((end - $(date +%s) - 300)) # seconds: saves 5 minutes before --time
 
-# srun gives a task one core unless told otherwise. Jobs that share a host need ports of their own.
+# srun gives a task one core unless it asks for more. Jobs that share a host need ports of their own.
 srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_ON_NODE" \
     torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --rdzv-id "$SLURM_JOB_ID-$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 10000))" \

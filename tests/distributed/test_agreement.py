@@ -126,16 +126,16 @@ def test_a_later_call_that_one_rank_refuses_is_its_own_error() -> None:
 
     def call(agreement: Agreement) -> str:
         agreement.agree("a call", {}, once=True)
-        started, told = time.monotonic(), "went on"
+        started, heard = time.monotonic(), "went on"
         try:
             with agreement.entering("a call", once=True):
                 if agreement.transport.rank == 1:
                     raise ValueError("no value")
         except ValueError as error:
             assert time.monotonic() - started < TIMEOUT / 2
-            told = str(error)
+            heard = str(error)
         agreement.agree("a call", {}, once=True)  # a rank that tries again makes the same calls as the others
-        return told
+        return heard
 
     assert outcomes(3, call) == ["went on", "no value", "went on"]
 
@@ -311,5 +311,5 @@ def swapped_without_tags(default: str) -> list[str]:
 def test_ranks_that_swap_two_known_calls_without_tags_are_named(pools: Any, default: str) -> None:
     for rank, reports in enumerate(pools(2).run(swapped_without_tags, default)):
         assert reports[:4] == [""] * 4
-        told = [report for report in reports[4:] if report]
-        assert told and f"ExchangeError: rank {rank}: rank {1 - rank} made another call" in told[0]
+        heard = [report for report in reports[4:] if report]
+        assert heard and f"ExchangeError: rank {rank}: rank {1 - rank} made another call" in heard[0]

@@ -8,18 +8,22 @@ import copy
 import functools
 import itertools
 import random
+import re
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.pool import WorkerPool
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import DisagreementError, ExchangeError, PeerError
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import call
 from tests.distributed.test_mesh import (
+    NAMES,
     batch_of,
     gradients,
     mesh_of,
@@ -33,7 +37,8 @@ from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS
 
 SIZES = [(1, 1, 2), (1, 2, 1), (1, 2, 2)]
-NAMED = (DisagreementError, ExchangeError, PeerError)
+BY_NAME = (DisagreementError, ExchangeError, PeerError)
+PATIENCE = 10.0  # seconds of the other ranks after one has failed
 ROUTED = {"router_aux_loss_coef": 0.3}
 
 
@@ -101,6 +106,14 @@ def changed(weight):
     local.copy_(before)
 
 
+@contextlib.contextmanager
+def multiplied(buffer):
+    before = buffer.clone()
+    buffer.mul_(1.5)
+    yield
+    buffer.copy_(before)
+
+
 def given(**changes):
     """Return a change of the batch: of an argument, or by a function of it."""
 
@@ -142,6 +155,7 @@ OTHERWISE = {
     "layout": (lambda model, other, _: set_to(model._burst, plans=other._burst.plans), "the plan"),
     "frozen": (lambda model, *_: frozen(model.model.norm.weight), "which parameters need a gradient"),
     "dtype": (lambda model, *_: rounded(model.model.norm.weight), "dtypes and shapes of the weights"),
+    "buffers": (lambda model, *_: multiplied(model.model.rotary_emb.inv_freq), "a sample of the buffers (model.rotary"),
     **{
         name: (change, f"settings of the model's parts ({what}")
         for name, change, what in (
@@ -149,6 +163,11 @@ OTHERWISE = {
             ("eps", lambda model, *_: set_to(model.model.norm, variance_epsilon=0.1), "variance_epsilon of model.norm"),
             ("router's", lambda model, *_: set_to(model.model.layers[0].mlp.gate, top_k=1), "top_k of model.layers.0."),
             ("factor", lambda model, *_: set_to(model, router_aux_loss_coef=0.5), "router_aux_loss_coef of the model"),
+            (
+                "config",
+                lambda model, *_: set_to(model.config, router_aux_loss_coef=0.5),
+                "router_aux_loss_coef of config",
+            ),
             ("mode", lambda model, *_: evaluated(model), "training of the model"),
             ("hook", lambda model, *_: hooked(model.model.layers[0].input_layernorm), "hooks of model.layers.0.input"),
             ("class", lambda model, *_: another_class(model.model.norm), "the class of model.norm"),
@@ -160,18 +179,20 @@ OTHERWISE = {
         )
     },
 }
+OF_THE_MODEL = re.compile(r"the model( \(over the ranks of the axis tp\))?: the ranks disagree on ")
 FIRST = ("weights", "parts")  # compared until a call of the model has passed
 OF_AXIS = ("parts", "layout")  # need a tensor-parallel axis
 
 
-def alone_on(odd, change, model, other):
-    """Return this rank's error, or its loss, of a call that the rank ``odd`` makes otherwise."""
+def alone_on(odd, name, model, other):
+    """Return this rank's error of a call that the rank ``odd`` makes otherwise, as ``OTHERWISE`` has it by name."""
     batch = batch_of("plain", 0)
-    with change(model, other, batch) if dist.get_rank() == odd else contextlib.nullcontext():
+    with OTHERWISE[name][0](model, other, batch) if dist.get_rank() == odd else contextlib.nullcontext():
         try:
-            return model(**batch).loss.item()
+            model(**batch)
         except DisagreementError as error:
             return str(error)
+    raise AssertionError(f"{name}: the ranks did not notice")  # at once: later calls would wait for the deadline
 
 
 def otherwise(seed, sizes):
@@ -194,7 +215,7 @@ def otherwise(seed, sizes):
     with mock.patch.object(call, "_fields", listed):
         for name in sorted(OTHERWISE, key=lambda name: (name not in FIRST, draw.random())):
             if name not in OF_AXIS or (sizes[2] > 1 and (name != "parts" or sizes[1] > 1)):
-                found[name] = alone_on(draw.randrange(dist.get_world_size()), OTHERWISE[name][0], model, other)
+                found[name] = alone_on(draw.randrange(dist.get_world_size()), name, model, other)
     one, batch = model_of("mixtral", **ROUTED), batch_of("plain", 1)
     moved = moved_copy(one)
     losses = [model(**batch).loss, stock_loss(one, batch), stock_loss(moved, batch)]
@@ -209,9 +230,10 @@ def otherwise(seed, sizes):
     [((1, 2, 2), 0), *(pytest.param(x, seed, marks=pytest.mark.long) for x in SIZES for seed in range(1, 5))],
 )
 def test_what_one_rank_does_otherwise_is_named_by_all(pools, sizes, seed):
-    for found, fields, loss, apart in pools(sizes[1] * sizes[2]).run(otherwise, seed, sizes):
+    for found, fields, loss, apart in pools(sizes[1] * sizes[2]).run(otherwise, seed, sizes, patience=PATIENCE):
         for name, text in found.items():
-            assert isinstance(text, str) and OTHERWISE[name][1] in text, (name, text)
+            assert OTHERWISE[name][1] in text, (name, text)
+            assert OF_THE_MODEL.search(text), (name, text)  # before a loss or a layer compares what it gets
         assert loss <= 1 and apart <= 1
         if sizes == (1, 2, 2):
             named = [field for _, field in OTHERWISE.values()]
@@ -229,6 +251,14 @@ def orders_of(draw):
     return usual, draw.choice([draw.choice(orders), draw.choice(orders), usual[:-1], (*usual, usual[0])])
 
 
+def mesh_of_its_own(sizes):
+    """Return a mesh of new groups: ``init_device_mesh`` would take the default group for an axis of all ranks."""
+    ranks = torch.arange(sizes[0] * sizes[1] * sizes[2]).view(sizes)
+    lines = [ranks.movedim(n, -1).reshape(-1, size).tolist() for n, size in enumerate(sizes)]
+    groups = [dist.new_subgroups_by_enumeration(line)[0] for line in lines]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=NAMES)
+
+
 def scaled(n):
     one = model_of("llama")
     for x in one.parameters():
@@ -238,12 +268,10 @@ def scaled(n):
 
 def stepped(sizes, steps):
     """Run the steps of two models that differ in their weights alone; return this rank's error, or the gradients'."""
-    mesh, group = mesh_of(*sizes), None
-    if sizes[2] == 1:  # a context: its ranks may wait, and the group is of no use behind it
-        group = dist.new_group()
+    mesh = mesh_of_its_own(sizes)  # a group that has failed is of no use to a later draw
     models = [hf.tensor_parallel(scaled(n), mesh["tp"]) for n in (0, 1)]
-    for model in models:
-        hf.parallelize(model, group or mesh["cp"], strategy=WHOLE_HEADS, timeout=2 if group else 30)
+    for model in models:  # over a context alone, ranks wait for the deadline
+        hf.parallelize(model, mesh["cp"], strategy=WHOLE_HEADS, timeout=2 if sizes[2] == 1 else 30)
     batch, losses = batch_of("plain", 0), {}
     try:
         for step, n in steps:
@@ -251,8 +279,8 @@ def stepped(sizes, steps):
                 losses[n] = models[n](**batch).loss
             else:
                 losses[n].backward()
-        models[0](**batch)  # who made fewer steps, or more, meets the others here
-    except NAMED as error:
+        models[0](**batch_of("plain", 1))  # who made fewer steps, or more, meets the others here: no step equals it
+    except BY_NAME as error:
         return str(error)
     apart = 0.0
     for n, model in enumerate(models):
@@ -280,12 +308,14 @@ def steps_drawn(seed, sizes, draws):
     [
         ((1, 2, 2), 0, 5),
         ((1, 2, 1), 0, 2),
-        *(pytest.param(x, seed, 12, marks=pytest.mark.slow) for x in SIZES for seed in (1, 2)),
+        *(pytest.param(x, seed, 12, marks=pytest.mark.long) for x in SIZES for seed in (1, 2)),
     ],
 )
-def test_models_and_backwards_in_other_orders_never_mix(pools, sizes, seed, draws):
+def test_models_and_backwards_in_other_orders_never_mix(sizes, seed, draws):
     """Teacher and student, of one configuration and over one group: losses of neither, gradients of both."""
-    for drawn in zip(*pools(sizes[1] * sizes[2]).run(steps_drawn, seed, sizes, draws), strict=True):
+    with WorkerPool(sizes[1] * sizes[2]) as pool:  # DTensor keeps the groups of a mesh for later ones that equal it
+        outcomes = pool.run(steps_drawn, seed, sizes, draws, patience=PATIENCE)
+    for drawn in zip(*outcomes, strict=True):
         assert len({type(outcome) for _, outcome in drawn}) == 1, drawn  # an error on every rank, or on none
         for other, outcome in drawn:
             assert isinstance(outcome, str) if other else outcome <= 1, drawn
@@ -342,3 +372,92 @@ def agreements_of_a_step():
 def test_a_backward_takes_one_agreement(pools):
     """In a forward: the model's call, and that of the loss (over the context: its sums)."""
     assert pools(4).run(agreements_of_a_step) == [([2, 2], [1, 1])] * 4
+
+
+def stopped(odd, phase, after):
+    """Let one rank of an axis raise inside a pass; return the error of this rank, and that of a later call."""
+    mesh, batch, errors = mesh_of(1, 1, 2), batch_of("plain", 0), []
+    model = hf.tensor_parallel(model_of("llama"), mesh["tp"])
+    hf.parallelize(model, mesh["cp"], strategy=WHOLE_HEADS, timeout=2)
+    count = itertools.count()
+
+    def failing(x):
+        if next(count) == after:
+            raise MemoryError("no memory on this rank")
+        return x
+
+    hooks = {"forward": (failing, lambda x: x), "backward": (lambda x: x, failing)}[phase]
+    mine = torch.autograd.graph.saved_tensors_hooks(*hooks) if dist.get_rank() == odd else contextlib.nullcontext()
+    for context in (mine, contextlib.nullcontext()):
+        try:
+            with context:
+                model(**batch).loss.backward()
+        except (MemoryError, ExchangeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("phase", "after", "label"),
+    [
+        ("forward", 2, "a sum of layer outputs over a tensor-parallel axis"),
+        ("backward", 9, "a sum of gradients over a tensor-parallel axis, in a backward"),
+    ],
+)
+def test_a_rank_that_stops_inside_a_pass_is_named_by_its_axis(phase, after, label):
+    with WorkerPool(2, timeout=15) as pool:  # as above
+        found = pool.run(stopped, 1, phase, after)
+    first, later = found[0]
+    assert found[1][0] == "MemoryError: no memory on this rank"
+    assert first.startswith(f"ExchangeError: rank 0 could not finish {label} after "), first
+    assert "A rank of its group (ranks 0, 1 of the job) has stopped, or made another call" in first
+    assert "this process group failed before" in later
+
+
+class Factor:
+    """A hook, or a loss, that holds a number."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, module, given, out):
+        return self.factor * out
+
+    def loss(self, logits, labels, **_):
+        return self.factor * logits.double().square().mean()
+
+
+def times(factor, module, given, out):
+    return factor * out
+
+
+HOLDERS = {
+    "a closure": lambda factor: lambda module, given, out: times(factor, module, given, out),
+    "a default": lambda factor: lambda module, given, out, by=factor: by * out,
+    "a partial": lambda factor: functools.partial(times, factor),
+    "an object": Factor,
+    "a method": lambda factor: Factor(factor).__call__,
+}
+
+
+def held(odd, what):
+    """Attach hooks, or a loss, of one name that hold another number on the rank ``odd``; return this rank's error."""
+    model, _ = meshed("llama", (1, 2, 1))
+    factor = 2.0 if dist.get_rank() == odd else 1.0
+    if what == "a loss":
+        model.loss_function = Factor(factor).loss
+    else:
+        model.model.norm.register_forward_hook(hf.token_wise(HOLDERS[what](factor)))
+    try:
+        model(**batch_of("plain", 0))
+    except DisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", [*HOLDERS, "a loss"])
+def test_numbers_that_hooks_and_losses_hold_are_compared(pools, what):
+    for text in pools(2).run(held, 1, what):
+        assert "the ranks disagree on settings of the model's parts (" in text
+        assert ("_loss_function of the model" if what == "a loss" else "hooks of model.norm") in text
+        assert "rank 0 has " in text and "1.0" in text and "2.0" in text

@@ -63,7 +63,7 @@ def test_packed_documents(family):
         *((family, 2, (0, 37), "auto", 2) for family in KINDS),
         ("bamba", 1, DOCUMENTS, "auto", 1),  # one rank keeps documents apart
         ("lfm2", 4, (0, 9), "auto", 2),  # shards shorter than the convolution
-        ("lfm2", 4, (0, 5, 16), "contiguous", 1),  # a convolution starts anew behind a short last run
+        ("lfm2", 4, (0, 5, 16), "contiguous", 1),  # a convolution starts again behind a short last run
         ("bamba", 4, DOCUMENTS, "zigzag-by-halves", 1),
         pytest.param("jamba", 4, (0, 9), "auto", 2, marks=pytest.mark.long),
         pytest.param("qwen3_next", 4, DOCUMENTS, "balanced", 1, marks=pytest.mark.long),

@@ -3,8 +3,8 @@
     PYTHONPYCACHEPREFIX=/tmp/margins python -m pytest -p tests.tools.margins -o enable_assertion_pass_hook=true tests
 
 A bound that another processor's rounding can exceed fails there alone. The table lists each assertion whose value is
-more than a third of its bound: its place, the value and the bound. The prefix makes pytest compile the tests anew, with
-the hook. Assertions inside ranks of a pool run without it, and are not listed.
+more than a third of its bound: its place, the value and the bound. The prefix makes pytest compile the tests again,
+with the hook. Assertions inside ranks of a pool run without it, and are not listed.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BartConfig,
@@ -552,8 +553,8 @@ def test_a_whole_batch_without_a_label_warns_once():
         return losses, [str(each.message) for each in seen if "no label" in str(each.message)]
 
     with local_world(1) as ranks:
-        losses, told = ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))[0]
-    assert losses == [0.0, 0.0] and len(told) == 1 and "its loss is 0" in told[0]
+        losses, warned = ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))[0]
+    assert losses == [0.0, 0.0] and len(warned) == 1 and "its loss is 0" in warned[0]
 
 
 def test_moshi_runs_beyond_the_window_of_its_configuration():
@@ -576,3 +577,22 @@ def test_a_window_that_the_configuration_lacks_names_its_settings():
 def test_a_model_without_a_head_names_the_class_to_load():
     with pytest.raises(TypeError, match=r"model is a LlamaModel, and .* load it by AutoModelForCausalLM"):
         hf.parallelize(make_model("llama").model)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_grouped_experts_are_refused_in_fp64(name):
+    """The default of transformers; torch has no grouped product in fp64."""
+    config = CONFIG_MAPPING[name](**SMALL, attn_implementation="eager", num_experts_per_tok=2, num_experts=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    refusal = "dtype=torch.float64 of .*Experts: experts_implementation='grouped_mm' has no fp64; load the model with "
+    with pytest.raises(ValueError, match=refusal):
+        hf.parallelize(model.double())
+    batch = make_batch()
+    hf.parallelize(model.float())(**batch)
+    model.double()
+    with pytest.raises(ValueError, match=refusal):
+        model(**batch)
+    model.set_experts_implementation("eager")
+    loss = model(**batch).loss.item()
+    stock = hf.unparallelize(model)(**batch).loss.item()  # from logits in fp32
+    assert loss == pytest.approx(stock, rel=1e-6)

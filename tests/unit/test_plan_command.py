@@ -74,8 +74,8 @@ def test_positions_are_printed_only_if_the_model_has_fewer(tmp_path: Any, capsys
     assert "--max-positions" not in forecast_of("burst", asked_of(**small, seq_len=8192)).flags
     longer = asked_of(**small, seq_len=20_000)
     assert " --seq-len 20000 --max-positions 20000 " in forecast_of("burst", longer).flags
-    (told,) = (note for note in plan.notes(longer, []) if "longer" in note)
-    assert "the 8,192 positions that" in told and "give --rope-scaling yarn:3" in told
+    (note,) = (note for note in plan.notes(longer, []) if "longer" in note)
+    assert "the 8,192 positions that" in note and "give --rope-scaling yarn:3" in note
     scaled = asked_of(**small, seq_len=20_000, rope_scaling="yarn:3")
     assert " --seq-len 20000 --rope-scaling yarn:3 --strategy" in forecast_of("burst", scaled).flags
     assert not [note for note in plan.notes(scaled, []) if "longer" in note]

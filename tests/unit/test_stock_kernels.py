@@ -761,12 +761,12 @@ def test_a_sentence_says_what_a_gpu_takes_and_what_would_be_faster(fresh, instal
     monkeypatch.setitem(sys.modules, "cudnn", FRONTEND if "cudnn" in packages else None)
     for generation in set(packages) - {"cudnn"}:
         installed(generation, FLASH[generation])
-    told = explain(device="cuda", dtype=torch.float16, banded=banded)  # which the interpreter has
+    explained = explain(device="cuda", dtype=torch.float16, banded=banded)  # which the interpreter has
     taken, faster = EXPLAINED[emulated]
     kind = "windows" if banded else "full and causal tiles"
-    assert told.startswith(f"auto takes {taken} for torch.float16 on cuda, {kind}")
-    assert re.findall(r"[,:] (\S+) \(kernel='", told) == faster
-    assert told.count("pip install") == len(faster)
+    assert explained.startswith(f"auto takes {taken} for torch.float16 on cuda, {kind}")
+    assert re.findall(r"[,:] (\S+) \(kernel='", explained) == faster
+    assert explained.count("pip install") == len(faster)
     cudnn_graphs.cudnn_graphs.cache_clear()
 
 

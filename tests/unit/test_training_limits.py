@@ -142,8 +142,8 @@ def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):
     assert started(*flags, "--max-positions", "47", "--seq-len", "32") == (2, [])
     assert "--max-positions 47 would lower the 48 positions of --model" in capsys.readouterr().err
     assert started(*flags, "--rope-scaling", "yarn:1.5")[0] == 0
-    told = capsys.readouterr().out
-    assert "max_position_embeddings 72, in place of 48; RoPE {" in told and "'factor': 1.5" in told
+    printed = capsys.readouterr().out
+    assert "max_position_embeddings 72, in place of 48; RoPE {" in printed and "'factor': 1.5" in printed
     for more, said in (
         (("yarn:1.25",), "60 positions, and --seq-len 64 exceeds them; give yarn:2, or lower --seq-len"),
         (("yarn:2", "--max-positions", "96"), "--max-positions 96 and --rope-scaling yarn:2 both set the number"),

@@ -250,7 +250,7 @@ class Plan:
         if seqlen is not None and self.schedule.keys is not None:
             raise ValueError(f"seqlen={seqlen} can't change in a plan with keys; make another plan with make_plan")
         schedule = self.planner.with_mask(self.schedule, mask, seqlen=seqlen)
-        return Plan(schedule, self.planner, self.transport, self.agreement.anew(), usage=self.usage)
+        return Plan(schedule, self.planner, self.transport, self.agreement.fresh(), usage=self.usage)
 
     def following(self, seqlen: int, *, first: int, mask: Mask, held: Sequence[Sequence[range]]) -> Plan:
         """Return a plan of tokens that follow those of a cache, without a backward. Exchanges nothing.
@@ -274,7 +274,7 @@ class Plan:
         options: dict[str, Any] = {"mask": mask, "keys": keys, "query_offset": first}
         options |= {"strategy": replace(strategy, layout=name, cache_qkv=False), "rank": self.rank, "world": self.world}
         schedule = planner.choose(seqlen, **options)
-        plan = Plan(schedule, planner, self.transport, self.agreement.anew(), usage=self.usage)
+        plan = Plan(schedule, planner, self.transport, self.agreement.fresh(), usage=self.usage)
         plan.decide_splits()
         return plan
 

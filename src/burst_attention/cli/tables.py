@@ -53,9 +53,9 @@ def print_table(
         console.print()
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
-    told = [f"{name}: {meaning}" for name, meaning in (legend or {}).items() if name in names]
-    if told:
-        console.print("; ".join(told), highlight=False, markup=False, soft_wrap=True)
+    notes = [f"{name}: {meaning}" for name, meaning in (legend or {}).items() if name in names]
+    if notes:
+        console.print("; ".join(notes), highlight=False, markup=False, soft_wrap=True)
 
 
 def _with_notes(

@@ -156,7 +156,7 @@ class Agreement:
     model: str = ""  # the number of the model whose calls these are; ranks compare it in each of them
     agreed: dict[str, set[bytes]] = field(default_factory=dict, init=False)  # digests of calls, by name
 
-    def anew(self) -> Agreement:
+    def fresh(self) -> Agreement:
         """Return an agreement over the same transport that remembers no call."""
         return replace(self)
 
@@ -349,7 +349,7 @@ class Meeting:
         if self.inner is None:
             self.outer.agree(call, {**fields, **(outer or {})}, **options)
             return
-        if outer:  # the ranks of the inner axis don't see a difference here, so they are told by the next exchange
+        if outer:  # the ranks of the inner axis don't see a difference here, so the next exchange notifies them
             with self.inner.entering(over_axis(call)):
                 self.outer.agree(call, outer, **options)
         with self.outer.entering(call):

@@ -87,3 +87,8 @@ def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None)
             Transport(group, timeout).warm_up(torch.device("cuda", torch.cuda.current_device()))
     health = _HEALTH[group]
     return Transport(group, timeout, DATA_TAG, health), Agreement(Transport(group, timeout, CONTROL_TAG, health))
+
+
+def transport_of(group: dist.ProcessGroup) -> Transport:
+    """Return a transport for collectives of torch over any group; its errors count for all that use the group."""
+    return Transport(group, health=_HEALTH.get(group) or Health())

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .verdict import ONE_ORDER
+
 
 class Send(NamedTuple):
     """A contiguous tensor for ``peer``, a rank of the group."""
@@ -42,6 +44,7 @@ Operation = Send | Receive
 PACKED_BYTES = 1 << 16
 HISTORIES = 1 << 52  # float64 holds each; the high bits are the best mixed
 CALLS = 1 << 20  # histories that tags tell apart; gloo's tags have 31 bits
+NAMED = 16  # ranks of a group in an error
 MARK_TAG = 0xB2  # of the numbers of calls; those of :mod:`.link` come before it, the bits of calls above it
 
 
@@ -70,6 +73,7 @@ class Health:
     """The state of one process group."""
 
     failure: str | None = None  # an earlier error on the group
+    timeout: float | None = None  # seconds, of transports of the group that have no timeout
     history: int = 0  # a digest of all calls and backwards so far, in their order; equal on all ranks
     agreements: int = 0  # exchanges of records so far, of any plan; equal on all ranks
     begun: tuple[int, int] | None = None  # the call whose backward runs, and ``agreements`` when it began
@@ -109,7 +113,7 @@ class Transport:
     """Messages between the ranks of ``group``, with counts of the bytes moved."""
 
     group: Any  # a ProcessGroup; None for a world of one
-    timeout: float | None = None  # seconds that one exchange may take; None for the group's own timeout
+    timeout: float | None = None  # seconds that one exchange may take; None for the health's, or the group's own
     tag: int = 0  # separates these messages from others on the same group
     health: Health = field(default_factory=Health)  # shared by all transports of one group
     sent: int = 0  # payload bytes
@@ -120,6 +124,33 @@ class Transport:
         self.rank = 0 if self.group is None else self.group.rank()
         self.world = 1 if self.group is None else self.group.size()
 
+    @property
+    def deadline(self) -> float | None:
+        """Seconds that one exchange may take; None for the group's own timeout."""
+        return self.health.timeout if self.timeout is None else self.timeout
+
+    def check(self, label: str) -> None:
+        """Raise ExchangeError if the group has failed before."""
+        if self.health.failure and self.world > 1:  # alone, no rank can have missed a message
+            raise ExchangeError(
+                f"rank {self.rank}: {label}: this process group failed before ({self.health.failure}); "
+                f"destroy it and make a new one"
+            )
+
+    @contextmanager
+    def naming(self, label: str) -> Iterator[None]:
+        """Raise errors of torch's collectives inside this context as ExchangeError, and mark the group as failed.
+
+        ``label`` names the collective and its call. The context must not contain other code that may raise.
+        """
+        self.check(label)
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            problem = f"could not finish {label} after {time.monotonic() - started:.1f} s: {_cause(error)}"
+            raise self.failed(problem, f"{label}: could not finish") from error
+
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str, call: int = 0) -> Pending:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
 
@@ -128,11 +159,7 @@ class Transport:
         other the number, and compare it when their next call begins. Between two ranks, messages of one exchange match
         in the order given.
         """
-        if self.health.failure and self.world > 1:  # alone, no rank can have missed a message
-            raise ExchangeError(
-                f"rank {self.rank}: {label}: this process group failed before ({self.health.failure}); "
-                f"destroy it and make a new one"
-            )
+        self.check(label)
         self.sent += sum(each.tensor.nbytes for each in sends)
         self.received += sum(each.tensor.nbytes for each in receives)
         # Wait for receives first: the sends are usually done by then.
@@ -213,7 +240,7 @@ class Transport:
         started = time.monotonic()
         one_each = len(pending.works) == len(pending.operations)  # NCCL returns one work for the whole batch
         # On CUDA a wait blocks only the stream; with a deadline it would block the host.
-        limit = None if any(each.tensor.is_cuda for each in pending.operations) else self.timeout
+        limit = None if any(each.tensor.is_cuda for each in pending.operations) else self.deadline
         for n, work in enumerate(pending.works):
             try:
                 if limit is None:
@@ -234,7 +261,7 @@ class Transport:
 
     def send_last(self, sends: Sequence[Send]) -> None:
         """Send what a failed group still can, within a second. Raise nothing: gloo breaks connections that stall."""
-        ends, works = time.monotonic() + min(1.0, self.timeout or 1.0), []
+        ends, works = time.monotonic() + min(1.0, self.deadline or 1.0), []
         for each in sends:
             with suppress(RuntimeError):
                 works += self._start([each], self.tag)
@@ -276,15 +303,26 @@ class Transport:
         """Return the error of an exchange that failed because of ``peer``, and mark the group as failed."""
         self.health.failure = failure
         error = ExchangeError(
-            f"rank {self.rank} {problem}. "
-            f"That peer is down, or stuck, or waiting for another rank that is; look at its own error first"
+            f"rank {self.rank} {problem}. A rank of its group ({self._ranks()}) has stopped, or made another call. "
+            f"Look at the errors of the other ranks first. {ONE_ORDER}"
         )
         error.peer = peer
         return error
 
+    def _ranks(self) -> str:
+        """Return the ranks of the group as errors name them: by their numbers among all processes."""
+        ranks = [*range(self.world)]
+        if isinstance(self.group, dist.ProcessGroup):
+            with suppress(KeyError, RuntimeError, ValueError):  # a destroyed group
+                ranks = dist.get_process_group_ranks(self.group)
+        return f"ranks {', '.join(map(str, ranks[:NAMED]))}{' and more' if len(ranks) > NAMED else ''} of the job"
+
     def _failure(self, what: str, label: str, seconds: float, error: RuntimeError, peer: int | None) -> ExchangeError:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return self.failed(f"{what} in {label} after {seconds:.1f} s: {cause}", f"{label}: {what}", peer)
+        return self.failed(f"{what} in {label} after {seconds:.1f} s: {_cause(error)}", f"{label}: {what}", peer)
+
+
+def _cause(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def backend_of(group: Any, device: torch.device) -> str:

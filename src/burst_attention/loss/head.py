@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from ..attention.passes import is_dtensor
 from ..comm.agreement import Agreement, over_axis
+from ..comm.collectives import gather, sum_
 from ..comm.link import connect
 
 CHUNK_ELEMENTS = 2**22
@@ -70,14 +71,11 @@ class Part:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return every rank's tensor of one shape, by rank: [ranks, ...]."""
-        every = own.new_empty(len(self.sizes), *own.shape)
-        dist.all_gather([*every.unbind(0)], own.contiguous(), group=self.group)
-        return every
+        return gather(own, self.group, "the gathering of parts of logits")
 
     def sum_(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, in place."""
-        dist.all_reduce(own, group=self.group)
-        return own
+        return sum_(own, self.group, "a sum of the loss over a cut head")
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V] of all parts, from this rank's [..., V of the part]."""
@@ -193,7 +191,7 @@ class SummedGradient(torch.autograd.Function):
         """Return the sum over the group. A copy is summed: others may hold the given gradient."""
         dtype = torch.float32 if ctx.exact and grad.dtype != torch.float64 else grad.dtype
         total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
-        dist.all_reduce(total, group=ctx.group)
+        sum_(total, ctx.group, "a sum of gradients over a tensor-parallel axis, in a backward")
         return total.to(grad.dtype), None, None
 
 

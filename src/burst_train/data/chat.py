@@ -37,7 +37,7 @@ def encode_chat(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a conversation's ids (int32) and which of them are targets (bool): the assistant's, or all.
 
-    ValueError: the template refuses the messages, or which tokens are the assistant's can't be told, or none are.
+    ValueError: the template refuses the messages, or which tokens are the assistant's is unclear, or none are.
     """
     given: dict[str, Any] = {"conversation": [*messages], "tools": tools}
     try:
@@ -78,7 +78,7 @@ def _by_prefixes(tokenizer: Any, given: Mapping[str, Any]) -> tuple[np.ndarray, 
         if not number or not after.startswith(before) or not whole.startswith(after):
             raise ValueError(
                 f"the chat template marks no turns by {{% generation %}}, and message {number + 1} looks different at "
-                f"the end of a conversation, so its tokens can't be told; mark them in the template, {EVERYTHING}"
+                f"the end of a conversation, so its tokens are unclear; mark them in the template, {EVERYTHING}"
             )
         turns.append((len(before), len(after)))
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False, **_AS_TOKENS)

@@ -91,7 +91,7 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
                 folder = Path(trainer.config.run.out) / TRACES
                 reporter.note(f"step {record.step} was profiled; each rank wrote a trace to {folder}")
         if epoch_tokens is None and (epoch_tokens := trainer.sequences.epoch_tokens):
-            for reporter in reporters if epoch_tokens > SHUFFLED_TOKENS else ():  # else told before the start
+            for reporter in reporters if epoch_tokens > SHUFFLED_TOKENS else ():  # else reported before the start
                 reporter.note(epochs_text(trainer.config, epoch_tokens))
         trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)

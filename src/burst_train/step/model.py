@@ -24,6 +24,7 @@ from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_axis
+from burst_attention.integrations.hf.checks import experts_for
 from burst_attention.integrations.hf.parts import check_random
 from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.launch.join import CONTEXT, DATA, SHARDS
@@ -220,9 +221,7 @@ def build_model(
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    how = {"attn_implementation": hf.NAME}
-    if dtype == torch.float64:  # the fused product of experts knows no fp64
-        how["experts_implementation"] = "eager"
+    how = {"attn_implementation": hf.NAME, **experts_for(dtype)}
     first = everyone.get_rank() == 0
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):

@@ -25,11 +25,12 @@ except ImportError as error:
 from burst_attention.attention.batch import shard_batch
 
 from .attention import register
+from .call import ahead
 from .heads import find_form, find_head, next_token_loss
 from .memory import Memory
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
-from .parallel import ahead, parallelize, unparallelize
+from .parallel import parallelize, unparallelize
 from .parts import token_wise
 from .tensor_axis import clip_grad_norm_, tensor_parallel
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
 from burst_attention.loss.checks import divisor_of
@@ -16,6 +18,7 @@ from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
 from .outputs import Call
 
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
 _PART = "a sample of this rank's parts of the weights"
 _GRAD = "gradients are wanted"
@@ -133,3 +136,30 @@ def run_body(model: Any, call: Call) -> Any:
     with running(plans):
         body = vision.text_of(model)
         return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
+
+
+def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches; while a step runs, a thread plans for the next batch, whose documents may be new.
+
+    Without it, the model's forward does this first: for packed documents it takes up to half a second.
+
+    Args:
+        model: a parallelized model, or a wrapper of one, such as DDP.
+        batches: mappings of the model's arguments, such as a DataLoader's.
+
+    Raises:
+        TypeError: no part of ``model`` is parallelized.
+    """
+    spread: Any = next((each for each in model.modules() if "_burst" in vars(each)), None)
+    if spread is None:
+        raise TypeError(f"model is a {type(model).__name__} without a parallelized part; call hf.parallelize first")
+    waiting: list[Batch] = []
+    for batch in batches:
+        with suppress(TypeError, ValueError):  # the model's forward raises it, on every rank
+            named = (*arguments.BATCH, *arguments.TOKENS)
+            rows = rows_for(spread, {name: batch[name] for name in named if batch.get(name) is not None})
+            spread._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
+        if waiting:
+            yield waiting.pop()
+        waiting.append(batch)
+    yield from waiting

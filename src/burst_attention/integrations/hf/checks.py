@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
@@ -259,3 +260,24 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 def shown(value: Any) -> str:
     """Format a value for an error message; tensors by their shape."""
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+
+
+def experts_for(dtype: torch.dtype) -> dict[str, str]:
+    """Return keywords with which transformers loads a model whose experts can compute in ``dtype``."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Return the modules of experts that compute as their configuration says."""
+    return [part for part in model.modules() if {"has_gate", "is_transposed", "config"} <= vars(part).keys()]
+
+
+def check_experts(experts: Sequence[Any]) -> None:
+    """Refuse grouped products of fp64 weights, which torch does not have."""
+    for part in experts:
+        how = part.config._experts_implementation
+        if how == "grouped_mm" and any(x is not None and x.dtype == torch.float64 for x in part._parameters.values()):
+            raise ValueError(
+                f"dtype=torch.float64 of {type(part).__name__}: experts_implementation={how!r} has no fp64; load the "
+                "model with experts_implementation='eager', or call model.set_experts_implementation('eager')"
+            )

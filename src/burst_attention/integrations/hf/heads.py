@@ -182,7 +182,7 @@ def _linear_of(model: Any) -> tuple[Any, str, Any]:
 
 def _trained_by_peft(head: Any) -> Any:
     """Return the layer that runs where PEFT has a copy of the head to train (``modules_to_save``), else ``head``."""
-    # Asked anew in each call: adapters are switched and disabled between calls.
+    # Asked again in each call: adapters are switched and disabled between calls.
     names = [f"{base.__module__}.{base.__name__}" for base in type(head).__mro__]
     if "peft.utils.other.ModulesToSaveWrapper" not in names:
         return head

@@ -58,6 +58,13 @@ _MECHANISMS = (
 )
 _MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
 CHUNKED = "chunked_attention"
+_CACHED = "which passes keys and values as a cache, and a cache holds whole sequences"
+# Tuners of PEFT that work around the model, not in its layers.
+TUNERS = {
+    "CARTRIDGE": f"cartridges, {_CACHED}",
+    "CPT": "CPT, whose own loss takes whole logits",
+    "PREFIX_TUNING": f"prefix tuning, {_CACHED}",
+}
 # What passes between the tokens of a layer, by the layer's kind in a configuration's lists.
 LAYERS: Mapping[str, str] = {
     **dict.fromkeys(("full_attention", "sliding_attention", CHUNKED), "attention"),

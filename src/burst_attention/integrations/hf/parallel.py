@@ -11,11 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -31,27 +29,30 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import check_temperature
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, cached, call, converted, heads, models, parts, stub_forward, tensor_axis, untouched, vision
+from . import (
+    cached,
+    call,
+    checks,
+    converted,
+    heads,
+    known,
+    models,
+    parts,
+    stub_forward,
+    tensor_axis,
+    untouched,
+    vision,
+)
 from .attention import call_shape, register
 from .checks import running
 from .classes import Converted, revert
 from .dealt import passed
 from .memory import Memory, unsave
-from .outputs import answer, around, scaled
-from .settings import Settings
-from .snapshots import Snapshot
+from .outputs import answer, around
+from .state import Context, Gradients, form_of
 from .versions import warn_of_newer
 
-Gradients = Literal["mean", "sum"]
-_CACHED = "which passes keys and values as a cache, and a cache holds whole sequences"
-# Tuners of PEFT that work around the model, not in its layers.
-_TUNERS = {
-    "CARTRIDGE": f"cartridges, {_CACHED}",
-    "CPT": "CPT, whose own loss takes whole logits",
-    "PREFIX_TUNING": f"prefix tuning, {_CACHED}",
-}
 Model = TypeVar("Model", bound=nn.Module)
-Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 
 def parallelize(
@@ -106,7 +107,7 @@ def parallelize(
     plan = make_plan(1, strategy=strategy, group=group, timeout=timeout, **_hints(base, memory))
     meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
     if cut is not None:
-        cut.agreement.transport.timeout = plan.agreement.transport.timeout
+        cut.set_timeout(plan.agreement.transport.timeout)
     if plan.rank == 0:
         warn_of_newer()
     with meeting.entering("parallelize"):
@@ -145,7 +146,7 @@ def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     if left is None:
         _switch(base, parts.NAME)
     reaches = [] if left else models.windows_of(base, causal=causal)
-    base._burst = _Context(
+    base._burst = Context(
         PlanCache(plan, reaches, causal=causal),
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(body),
@@ -215,14 +216,15 @@ def _check(
             "be lost; parallelize the model before you replace its forward"
         )
     tensor_axis.check_cut(base)
+    checks.check_experts(checks.experts_of(base))
     if plan.world > 1:
         models.check_parts(base, vision.text_of(base), plan.layout)
         parts.check_hooks(base, root=False)
     left = untouched.reason_of(base) if plan.world == 1 else None
-    form = _form_of(base) if left is None else untouched.form_of(base)
+    form = form_of(base) if left is None else untouched.form_of(base)
     tuner = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
-    if tuner in _TUNERS:
-        raise ValueError(f"model is tuned by PEFT's {_TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
+    if tuner in known.TUNERS:
+        raise ValueError(f"model is tuned by PEFT's {known.TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
     if not isinstance(memory, Memory):
         raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
     cut = tensor_axis.cut_of(base)
@@ -235,105 +237,10 @@ def _check(
     return left, form
 
 
-def _form_of(model: Any) -> LogitForm | None:
-    """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
-    causal = models.check_causal(model)  # raises if layers differ
-    if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
-        return None
-    if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
-        return None
-    if stub_forward.has_stock_forward(model):
-        try:
-            return heads.find_form(model)
-        except heads.ChangedError:
-            return None  # layers between body and head (ELECTRA, ModernBERT's decoder)
-    heads.check_untouched(model)
-    return LogitForm()  # a placeholder: a custom forward computes its logits itself
-
-
-@dataclass(eq=False)
-class _Context:
-    """The state of a parallelized model."""
-
-    plans: PlanCache
-    meeting: Meeting  # of all ranks that share a sequence, and those that share its tokens
-    form: LogitForm | None  # None: the model's head gets the hidden states of whole sequences
-    gradients: Gradients
-    temperature: float
-    memory: Memory
-    alone: str  # the attention implementation for a single rank, used by generate
-    layers: list[Any]  # the configurations from which the layers read their attention implementation
-    absolute: bool  # whether absolute positions matter, not only distances
-    left: str | None  # why the model, on one rank, stays as it is; None: it runs on shards
-    generating: bool = field(default=False, init=False)
-    compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
-    right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
-    read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
-    settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
-    copies: int = field(default=0, init=False)  # of this model
-    fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
-    passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
-    warned: bool = field(default=False, init=False)  # of a batch without labels
-    tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
-        """Copy the layers' configurations; share the rest, because a process group can't be copied."""
-        self.copies += 1
-        own = self.meeting.of_model(f"{self.meeting.outer.model}.{self.copies}")  # a copy is another model
-        return replace(self, layers=copy.deepcopy(self.layers, memo), meeting=own)
-
-    def check_parts(self, model: Any) -> None:
-        """Check what was attached or changed since the last call, and derive anew what follows from it."""
-        self._derive(model)
-        if self.right is not None and self.right.unchanged():
-            return
-        body, over_ranks, cut = vision.text_of(model), self.plans.base.world > 1, self.meeting.inner is not None
-        converted.convert(body)
-        self.memory.check(body)
-        if over_ranks or cut:
-            parts.check_random(model, body)
-            parts.check_hooks(body)
-        elif self.memory != Memory():
-            parts.check_random(body)
-        if over_ranks:
-            parts.check_structure(body)
-            parts.check_rotary(body)
-            if self.gradients == "sum":
-                parts.check_added_losses(body)
-            self.layers = parts.attention_configs(body)
-        if cut:
-            tensor_axis.check_attached(body)
-        parts.check_attention_is_ours(body)
-        if self.form is not None:
-            heads.check_untouched(model)
-        self.tables = arguments.tables_of(body)
-        self.right, self.settings = parts.Watched(model), None if self.meeting.alone else Settings(model)
-
-    def _derive(self, model: Any) -> None:
-        """Derive what follows from the configurations and attributes of the model, unless they are as before."""
-        if self.read is not None and self.read.unchanged():
-            return
-        causal = models.check_causal(model)
-        if causal != self.plans.causal:
-            raise ValueError(
-                f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
-                f"causal={causal} now; undo the change, or call hf.unparallelize(model) and hf.parallelize(model) again"
-            )
-        self.form, self.absolute = _form_of(model), models.depends_on_places(model)
-        self.plans = self.plans.with_windows(models.windows_of(model, causal=causal))
-        self.read = heads.read_by(model)
-
-    def share(self, whole: Any) -> Any:
-        """Return the same value, its gradient scaled for ``gradients``: unscaled, it is a rank's share of a sum."""
-        if whole is None or self.gradients == "sum":
-            return whole
-        return scaled(whole, float(self.plans.base.world))
-
-
 class _Parallel:
     """Methods that take precedence over those of the model's class."""
 
-    _burst: _Context
+    _burst: Context
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
@@ -419,30 +326,3 @@ def _switch(model: Any, implementation: str) -> None:
     (model if vision.language_model_of(model) is None else text).set_attn_implementation(implementation)
     for config in parts.attention_configs(text):
         config._attn_implementation = implementation
-
-
-def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches; while a step runs, a thread plans for the next batch, whose documents may be new.
-
-    Without it, the model's forward does this first: for packed documents it takes up to half a second.
-
-    Args:
-        model: a parallelized model, or a wrapper of one, such as DDP.
-        batches: mappings of the model's arguments, such as a DataLoader's.
-
-    Raises:
-        TypeError: no part of ``model`` is parallelized.
-    """
-    spread = next((each for each in model.modules() if isinstance(each, _Parallel)), None)
-    if spread is None:
-        raise TypeError(f"model is a {type(model).__name__} without a parallelized part; call hf.parallelize first")
-    waiting: list[Batch] = []
-    for batch in batches:
-        with suppress(TypeError, ValueError):  # the model's forward raises it, on every rank
-            named = (*arguments.BATCH, *arguments.TOKENS)
-            rows = call.rows_for(spread, {name: batch[name] for name in named if batch.get(name) is not None})
-            spread._burst.plans.ahead(rows.input_ids.shape[1], rows.cu_seqlens)
-        if waiting:
-            yield waiting.pop()
-        waiting.append(batch)
-    yield from waiting

@@ -184,7 +184,7 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
         if hasattr(module, "stock_class") or not (root or name):  # a parallelized model takes whole batches
             continue
         for hook in hooks_of(module):
-            if not (_is_declared(hook) or _within(origin_of(hook), _ADDED_BY)):
+            if not (_is_declared(hook) or added_by_package(hook)):
                 raise ValueError(
                     f"{_shown(name, module)} has the hook {_called(hook)}, which would get only this rank's shard of "
                     "the tokens; remove it, or register it on the whole model. If it treats each token independently, "
@@ -288,6 +288,11 @@ def origin_of(function: Any) -> str:
     function = getattr(function, "__func__", function)
     own = getattr(function, "__globals__", None)
     return own["__name__"] if own else type(function).__module__
+
+
+def added_by_package(function: Any) -> bool:
+    """Return whether a hook, or a forward, comes from a package that adds only those that mix no tokens."""
+    return _within(origin_of(function), _ADDED_BY)
 
 
 def _within(module: str, packages: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from burst_attention.attention.batch import digest_text, weight_samples
 
 from .known import names
-from .parts import HOOKS, origin_of
+from .parts import HOOKS, added_by_package, origin_of
 
 _SKIPPED: Any = object()  # in place of a value that is no setting: a module, a tensor, any other object
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -39,17 +39,18 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _PARTS = "settings of the model's parts"
 _TRAINED = "which parameters need a gradient"
 _DTYPES = "dtypes and shapes of the weights"
+_BUFFERS = "a sample of the buffers"
 REMEDIES = {
     _PARTS: "Change the model alike on every rank of the group, before the same call",
     _TRAINED: "Set requires_grad of the same parameters on every rank",
-    _DTYPES: "Load and convert the model alike on every rank of the group",
+    **dict.fromkeys((_DTYPES, _BUFFERS), "Load, convert and change the model alike on every rank of the group"),
 }
 
 Named = Mapping[str, Any]
 
 
 class Settings:
-    """A model's settings. To compare them with those before takes 0.3 ms for 400 modules; a digest is made anew."""
+    """A model's settings. To compare them with those before takes 0.3 ms for 400 modules; a digest is made again."""
 
     def __init__(self, model: nn.Module) -> None:
         parts = [*model.named_modules()]
@@ -57,22 +58,29 @@ class Settings:
         self._weights = [(name, vars(part)["_parameters"]) for name, part in parts]
         self._fixed: dict[str, Any] = {f"the class of {_shown(name)}": _called(type(part)) for name, part in parts}
         self._fixed |= {
-            f"hooks of {_shown(name)}": [described(hook) for hook in vars(part)[kind].values()]
+            f"hooks of {_shown(name)}": [_function(hook) for hook in vars(part)[kind].values()]
             for name, part in parts
             for kind in HOOKS
             if vars(part)[kind]
         }
+        self._buffers = [(name, vars(part)["_buffers"]) for name, part in parts]
         self._found: tuple[list[Any], str] = ([], "")
         self._trained: tuple[list[Any], str] = ([], "")
         self._dtypes: tuple[list[Any], str] = ([], "")
+        self._sampled: tuple[list[Any], str] = ([], "")
 
     def fields(self) -> dict[str, Any]:
         """Return what ranks compare: digests, by what they are of."""
-        return {_PARTS: self.digest(), _TRAINED: self.trained(), _DTYPES: self.dtypes()}
+        return {_PARTS: self.digest(), _TRAINED: self.trained(), _DTYPES: self.dtypes(), _BUFFERS: self.buffers()}
 
     def details(self) -> dict[str, Callable[[], Named]]:
         """Return functions that return the values of :meth:`fields` by name, for an error."""
-        return {_PARTS: self.named, _TRAINED: self.named_trained, _DTYPES: self.named_dtypes}
+        return {
+            _PARTS: self.named,
+            _TRAINED: self.named_trained,
+            _DTYPES: self.named_dtypes,
+            _BUFFERS: self.named_buffers,
+        }
 
     def digest(self) -> str:
         """Return a digest of attributes, configurations, classes and hooks."""
@@ -109,8 +117,23 @@ class Settings:
         """Return the weights' dtypes and shapes, by name."""
         return {name: f"{x.dtype} {list(x.shape)}" for name, x in self._named_weights()}
 
+    def buffers(self) -> str:
+        """Return a digest of a few values of each buffer, such as the frequencies of rotary positions."""
+        held = [x for _, own in self._buffers for x in own.values() if x is not None]
+        state = [(x, None if x.is_inference() else x._version) for x in held]
+        if [(id(x), version) for x, version in state] != [(id(x), version) for x, version in self._sampled[0]]:
+            self._sampled = state, digest_text(self.named_buffers())
+        return self._sampled[1]
+
+    def named_buffers(self) -> Named:
+        """Return what :meth:`buffers` is of, by name."""
+        return weight_samples(self._named(self._buffers))
+
     def _named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for part, own in self._weights:
+        return self._named(self._weights)
+
+    def _named(self, owners: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+        for part, own in owners:
             yield from ((f"{part}.{name}" if part else name, x) for name, x in own.items() if x is not None)
 
 
@@ -174,10 +197,31 @@ def described(value: Any) -> Any:
     if isinstance(value, (nn.Module, torch.Tensor, PreTrainedConfig)):
         return _SKIPPED
     if hasattr(value, "__qualname__"):
-        return _called(value)
+        return _called(value) if isinstance(value, type) else _function(value)
     if callable(value) and dataclasses.is_dataclass(value):
         return [_called(type(value)), _described_inside(vars(value))]
     return _SKIPPED
+
+
+def _function(function: Any) -> Any:
+    """Return a function's name; for one of a user, with the numbers and texts that it and what it wraps hold."""
+    name, held = _called(inspect.unwrap(function)), list[Any]()
+    if added_by_package(inspect.unwrap(function)):
+        return name
+    while function is not None:
+        code = getattr(function, "__func__", function)
+        owner = getattr(function, "__self__", None if hasattr(code, "__code__") else function)
+        held += [cell.cell_contents for cell in getattr(code, "__closure__", None) or () if cell != CellType()]
+        held += [*(getattr(code, "__defaults__", None) or ()), *(getattr(code, "__kwdefaults__", None) or {}).values()]
+        if isinstance(owner, functools.partial):
+            held += [*owner.args, *owner.keywords.values()]
+            function = owner.func
+            continue
+        held += [] if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
+        function = getattr(function, "__wrapped__", None)
+    # What is collected in lists and dicts may differ by rank: times, for example.
+    values = [described(x) for x in held if isinstance(x, (bool, str, tuple, torch.dtype, Enum, numbers.Number))]
+    return [name, *values] if values else name
 
 
 def _described_inside(values: Any) -> Any:

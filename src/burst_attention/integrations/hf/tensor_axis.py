@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
 from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
@@ -186,10 +186,15 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     known: dict[int, Tensor] = {}  # tied weights stay tied
     for name, x in model.state_dict(keep_vars=True).items():
         if id(x) not in known:
-            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            whole = _gathered(name, x) if isinstance(x, DTensor) else x
             known[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
         found[name] = known[id(x)]
     return found if keep else {}
+
+
+def _gathered(name: str, x: DTensor) -> Tensor:
+    with naming(x.device_mesh.get_group(0), f"the gathering of {name}"):
+        return x.full_tensor()
 
 
 def check_attached(model: nn.Module) -> None:
@@ -347,7 +352,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         squares[axes] = squares[axes] + square if axes in squares else square
     for (mesh, dims), square in squares.items():
         for dim in dims:
-            dist.all_reduce(square, group=mesh.get_group(dim))
+            sum_(square, mesh.get_group(dim), "clip_grad_norm_")
     norm = torch.as_tensor(sum(squares.values())).sqrt()
     scale = torch.where(norm.isfinite(), (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for x in every:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.collectives import sum_
+from burst_attention.comm.link import transport_of
 from burst_attention.loss.head import AXIS, SummedGradient
 
 OF_EXPERTS = "grouped_gemm"  # transformers' style of weights of whole experts
@@ -35,6 +37,11 @@ class Cut:
     def by_context(self) -> bool:
         """Whether ranks with other tokens hold some of the experts."""
         return self.experts.size() > self.mesh.size()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Set how long agreements and sums over the axis may take, those of all models on it."""
+        for mesh in (self.mesh, self.experts):
+            transport_of(mesh.get_group()).health.timeout = seconds
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         """Refuse a copy of the model: forwards of its parts would still use the weights of the first."""
@@ -66,8 +73,7 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        return sum_(x, group, "a sum of layer outputs over a tensor-parallel axis")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

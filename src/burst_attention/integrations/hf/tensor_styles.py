@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.distributed import tensor_parallel as styles
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from burst_attention.attention.batch import Plans
+from burst_attention.comm.collectives import naming
 from burst_attention.loss.head import SummedGradient
 
 from .checks import ALONE, plans_of
@@ -117,6 +119,22 @@ def _share_experts(module: Any, how: Cut) -> None:
     module.forward = forward
 
 
+def _named(style: styles.TensorParallelLayer) -> styles.TensorParallelLayer:
+    """Return a style of transformers, the errors of whose exchanges in a forward are ours."""
+
+    def naming_errors(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(module: nn.Module, *args: Any) -> Any:
+            with naming(args[-1].get_group(), f"an exchange of {type(module).__name__} over a tensor-parallel axis"):
+                return change(module, *args)
+
+        return changed
+
+    own = copy.copy(style)
+    for name in ("transform_inputs_pre_forward", "transform_output_post_forward"):
+        setattr(own, name, naming_errors(getattr(style, name)))
+    return own
+
+
 _STYLES: Mapping[str, styles.TensorParallelLayer] = {
     "colwise": _Columns(),
     "rowwise": _Rows(),
@@ -134,7 +152,7 @@ def apply(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, style_name in plan.items():
-        style = _STYLES.get(style_name) or ALL_PARALLEL_STYLES[style_name]
+        style = _STYLES.get(style_name) or _named(ALL_PARALLEL_STYLES[style_name])
         mesh = how.experts if style_name == OF_EXPERTS else how.mesh
         if style_name == "ep_dispatch_experts":
             _share_experts(modules[name], how)

@@ -1,0 +1,118 @@
+"""The state of a parallelized model, and what of it follows from the model as it is now."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from burst_attention.attention.batch import PlanCache
+from burst_attention.comm.agreement import Meeting
+from burst_attention.loss import LogitForm
+
+from . import arguments, cached, checks, converted, heads, models, parts, stub_forward, tensor_axis, vision
+from .memory import Memory
+from .outputs import scaled
+from .settings import Settings
+from .snapshots import Snapshot
+
+Gradients = Literal["mean", "sum"]
+
+
+@dataclass(eq=False)
+class Context:
+    """The state of a parallelized model."""
+
+    plans: PlanCache
+    meeting: Meeting  # of all ranks that share a sequence, and those that share its tokens
+    form: LogitForm | None  # None: the model's head gets the hidden states of whole sequences
+    gradients: Gradients
+    temperature: float
+    memory: Memory
+    alone: str  # the attention implementation for a single rank, used by generate
+    layers: list[Any]  # the configurations from which the layers read their attention implementation
+    absolute: bool  # whether absolute positions matter, not only distances
+    left: str | None  # why the model, on one rank, stays as it is; None: it runs on shards
+    generating: bool = field(default=False, init=False)
+    compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
+    right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
+    read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
+    settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
+    copies: int = field(default=0, init=False)  # of this model
+    fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
+    passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
+    warned: bool = field(default=False, init=False)  # of a batch without labels
+    experts: list[Any] = field(default_factory=list, init=False)  # of these parts
+    tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        """Copy the layers' configurations; share the rest, because a process group can't be copied."""
+        self.copies += 1
+        own = self.meeting.of_model(f"{self.meeting.outer.model}.{self.copies}")  # a copy is another model
+        return replace(self, layers=copy.deepcopy(self.layers, memo), meeting=own)
+
+    def check_parts(self, model: Any) -> None:
+        """Check what was attached or changed since the last call, and derive again what follows from it."""
+        self._derive(model)
+        if self.right is None or not self.right.unchanged():
+            self._check_changed(model)
+        checks.check_experts(self.experts)  # at last: weights may be converted at any time
+
+    def _check_changed(self, model: Any) -> None:
+        body, over_ranks, cut = vision.text_of(model), self.plans.base.world > 1, self.meeting.inner is not None
+        converted.convert(body)
+        self.memory.check(body)
+        if over_ranks or cut:
+            parts.check_random(model, body)
+            parts.check_hooks(body)
+        elif self.memory != Memory():
+            parts.check_random(body)
+        if over_ranks:
+            parts.check_structure(body)
+            parts.check_rotary(body)
+            if self.gradients == "sum":
+                parts.check_added_losses(body)
+            self.layers = parts.attention_configs(body)
+        if cut:
+            tensor_axis.check_attached(body)
+        parts.check_attention_is_ours(body)
+        if self.form is not None:
+            heads.check_untouched(model)
+        self.tables, self.experts = arguments.tables_of(body), checks.experts_of(body)
+        self.right, self.settings = parts.Watched(model), None if self.meeting.alone else Settings(model)
+
+    def _derive(self, model: Any) -> None:
+        """Derive what follows from the configurations and attributes of the model, unless they are as before."""
+        if self.read is not None and self.read.unchanged():
+            return
+        causal = models.check_causal(model)
+        if causal != self.plans.causal:
+            raise ValueError(
+                f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
+                f"causal={causal} now; undo the change, or call hf.unparallelize(model) and hf.parallelize(model) again"
+            )
+        self.form, self.absolute = form_of(model), models.depends_on_places(model)
+        self.plans = self.plans.with_windows(models.windows_of(model, causal=causal))
+        self.read = heads.read_by(model)
+
+    def share(self, whole: Any) -> Any:
+        """Return the same value, its gradient scaled for ``gradients``: unscaled, it is a rank's share of a sum."""
+        if whole is None or self.gradients == "sum":
+            return whole
+        return scaled(whole, float(self.plans.base.world))
+
+
+def form_of(model: Any) -> LogitForm | None:
+    """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
+    causal = models.check_causal(model)  # raises if layers differ
+    if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return None
+    if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
+        return None
+    if stub_forward.has_stock_forward(model):
+        try:
+            return heads.find_form(model)
+        except heads.ChangedError:
+            return None  # layers between body and head (ELECTRA, ModernBERT's decoder)
+    heads.check_untouched(model)
+    return LogitForm()  # a placeholder: a custom forward computes its logits itself
