@@ -657,13 +657,16 @@ def test_flash_attention_4_keeps_its_programs_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prefix = "FLASH_ATTENTION_CUTE_DSL_CACHE"
     folder = str(tmp_path / "burst-attention" / "flash-attention-4")
+    parts = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    for name in parts:  # which restores them at the end
+        monkeypatch.setitem(sys.modules, name, None)
     for told, expected in (
         ({}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": folder}),
         ({f"{prefix}_DIR": "here"}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": "here"}),
         ({f"{prefix}_ENABLED": "0"}, {f"{prefix}_ENABLED": "0"}),
     ):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-            monkeypatch.delitem(sys.modules, name)
+        for name in parts:
+            del sys.modules[name]
         flash.flash_ops.cache_clear()
         with monkeypatch.context() as environment:
             for name, value in told.items():

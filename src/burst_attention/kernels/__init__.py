@@ -139,7 +139,7 @@ def explain(
 ) -> str:
     """Return a sentence: which kernel ``auto`` takes for such a call, and which faster ones it can't use, and why."""
     kind, where = _kind(documents, banded), torch.device(device)
-    kernel, refused = _choose_auto(where, dtype, head_dims, kind, softcap, _ordered())
+    kernel, refused = _choose_auto(where, dtype, head_dims, kind, softcap, _ordered(), False)
     faster = f"; faster, if they could be used: {', '.join(refused)}" if refused else ""
     return f"auto takes {kernel.name} for {dtype} on {where}, {kind}{faster}"
 
