@@ -1,9 +1,9 @@
-"""What to see first on a GPU: one line a part, ``name: value (bound)``.
+"""The first minutes on a GPU: one line for each part.
 
     burst bench gpu {explain|nan|kernels|step|waits|packed|profile|offload} [--device cpu]
 
-benchmarks/gpu_first.sh runs all of them, each with a time-out. On a CPU the sizes are tiny: this only shows that the
-parts run."""
+The line is ``name: value (bound)``. benchmarks/gpu_first.sh runs all parts, each with a time limit. On a CPU the sizes
+are tiny: this only shows that the parts run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +44,8 @@ HALF = torch.bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class GpuArguments:
+    part: tyro.conf.Positional[Part] = "explain"
+    """What to run."""
     device: Literal["cpu", "cuda"] = "cuda"
     """cpu: tiny sizes, to see that the parts run."""
 
@@ -53,17 +56,6 @@ class GpuArguments:
     @property
     def tiny(self) -> bool:
         return self.device == "cpu"
-
-
-def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] not in get_args(Part):
-        asked(GpuArguments(), __doc__, "burst bench gpu PART", arguments[:1] if arguments[:1] == ["--help"] else [])
-        raise SystemExit(f"burst bench gpu: give one of {', '.join(get_args(Part))}")
-    part, *rest = arguments
-    a = asked(GpuArguments(), __doc__, f"burst bench gpu {part}", rest)
-    if not a.tiny and not torch.cuda.is_available():
-        raise SystemExit("burst bench gpu: torch.cuda.is_available() is False; give --device cpu to see that it runs")
-    print(f"{part}: {globals()[f'part_{part}'](a)}")
 
 
 def part_explain(a: GpuArguments) -> str:
@@ -298,3 +290,22 @@ def part_offload(a: GpuArguments) -> str:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+PARTS: dict[Part, Callable[[GpuArguments], str]] = {
+    "explain": part_explain,
+    "nan": part_nan,
+    "kernels": part_kernels,
+    "step": part_step,
+    "waits": part_waits,
+    "packed": part_packed,
+    "profile": part_profile,
+    "offload": part_offload,
+}
+
+
+def main(arguments: list[str]) -> None:
+    a = asked(GpuArguments(), __doc__, "burst bench gpu", arguments)
+    if not a.tiny and not torch.cuda.is_available():
+        raise SystemExit("burst bench gpu: torch.cuda.is_available() is False; give --device cpu to see that it runs")
+    print(f"{a.part}: {PARTS[a.part](a)}")
