@@ -50,7 +50,7 @@ fi
 
 part explain explain-first 60
 part explain explain-again 60
-part nan nan 40 # 20 s, after the imports; so are the limits of waits and packed
+part nan nan 60 # most of it compiles
 export PYTHON="$python"
 step tests 200 "$script" "$folder" --tests
 part kernels kernels 90
