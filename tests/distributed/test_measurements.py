@@ -3,6 +3,11 @@
 import importlib.util
 import io
 import json
+import math
+import os
+import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.claims import longest, pretrained
+from burst_bench.claims import gpu, kernels, longest, pretrained
 from burst_bench.claims.generation import GenerationArguments, line, measured, over_contexts
 from burst_bench.claims.packing import (
     Arrangement,
@@ -32,6 +37,7 @@ from burst_bench.peers import compare
 from burst_bench.pool import WorkerPool
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from burst_attention.kernels.reference import Reference
 from burst_train.data.tokenizer import ByteTokenizer
 from tests.distributed.test_cluster import emulated
 
@@ -70,7 +76,59 @@ def test_the_cost_model_is_compared_with_a_cluster(tmp_path: Path) -> None:
 def test_kernels_need_a_gpu() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="run it on a machine with a GPU"):
-            import_module("burst_bench.claims.kernels").main([])
+            kernels.main([])
+    with pytest.raises(SystemExit, match="--tables kernels ranks memory needs a GPU"):
+        kernels.main(["--device", "cpu"])
+
+
+class Unordered(Reference):
+    """A kernel whose sums have no fixed order, as cuDNN's and, unless asked for one, FlashAttention's."""
+
+    runs = 0
+
+    def backward(self, inputs):
+        Unordered.runs += 1
+        dq, dk, dv = super().backward(inputs)
+        return dq * (1 + Unordered.runs * 1e-6), dk, dv
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_kernels_need_equal_bits_only_under_deterministic_algorithms(ordered, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "choose", lambda *_, **__: Unordered())
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in "qkv")
+    able, refused = kernels.subjects(["cudnn"], q, k, v, kernels.tiles_of(kernels.MASKS["causal"], 32))
+    if ordered:
+        assert not able and "cudnn: its dq differs from run to run" in refused[0]
+    else:
+        assert [each.name for each in able] == ["cudnn"] and not refused
+
+
+def test_a_kernel_that_gives_nan_far_below_zero_is_named() -> None:
+    class Faulty(Reference):
+        def backward(self, inputs):
+            dq, dk, dv = super().backward(inputs)
+            return (dq * math.nan if inputs.k.shape[2] == 192 else dq), dk, dv
+
+    cpu = torch.device("cpu"), torch.float16
+    assert not list(gpu.wrong_far_below_zero(Reference(), *cpu))
+    found = list(gpu.wrong_far_below_zero(Faulty(), *cpu))
+    assert found == [f"reference, {shape}, 192 keys: dq nan" for shape in gpu.SHAPES]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_gpus_first_minutes_run_without_one(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHON": sys.executable, "WORKERS": "0", "SLOWER": "20"}
+    script = [root / "benchmarks" / "gpu_first.sh", tmp_path]
+    run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    printed = run.stdout.splitlines()
+    assert run.returncode == 0, run.stdout + run.stderr
+    parts = ["explain", "explain", "nan", "tests", "kernels", "step", "waits", "packed", "profile", "offload"]
+    assert [text.partition(": ")[0] for text in printed] == parts
+    for text in printed:
+        assert re.fullmatch(r"[a-z]+: .+ \(.+\)", text), text
 
 
 @pytest.mark.long

@@ -6,7 +6,9 @@ tests/gpu tests the packages themselves. These tests cover windows, pieces, padd
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -21,13 +23,14 @@ from torch import Tensor
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.attention import call as attention_call
 from burst_attention.kernels import aten, choose, cudnn_graphs, explain, flash, prove, windowed
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.cudnn_graphs import CudnnGraphs
 from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
 from burst_attention.kernels.stock import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
-from burst_attention.testing import attend
+from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from tests.support.conditioning import half_an_ulp_away
 from tests.support.tile_cases import BANDS, LARGE, compare, inputs
@@ -71,8 +74,9 @@ def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -
     return torch.ones(rows, columns, dtype=torch.bool) & before & after
 
 
-def windowed_forward(q, k, v, left, right, scale) -> tuple[Tensor, Tensor]:
-    assert q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] <= 256 and q.stride(-1) == 1
+def windowed_forward(q, k, v, left, right, scale, two_dims=False) -> tuple[Tensor, Tensor]:
+    assert q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and q.stride(-1) == 1
+    assert max(q.shape[-1], v.shape[-1]) <= 256 and (two_dims or q.shape[-1] == v.shape[-1])
     seen = bottom_right(q.shape[1], k.shape[1], left, right)
     out, lse = dense(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale)
     return out.transpose(1, 2).contiguous(), lse
@@ -133,7 +137,17 @@ def flash4_forward(
 ):
     assert return_lse and not causal
     assert all(side is None or side >= 0 for side in (window_size_left, window_size_right))
-    return windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale)
+    check_flash4_dims(q, v)
+    return windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale, two_dims=True)
+
+
+def check_flash4_dims(q, v) -> None:
+    """Of version b36: on 10.x few head dims; on 9.x its backward of grouped queries needs equal ones."""
+    dims = q.shape[-1], v.shape[-1]
+    if flash.major_capability(q.device) == 10:
+        assert max(dims) <= 128 or dims in ((192, 128), (256, 256)), f"{dims} is not supported on SM100"
+    else:
+        assert dims[0] == dims[1], "GQA backward requires head_dim == head_dim_v"
 
 
 def flash4_backward(
@@ -141,6 +155,9 @@ def flash4_backward(
     deterministic=False, dq=None, dk=None, dv=None, dlse=None,
 ):  # fmt: skip
     assert deterministic
+    check_flash4_dims(q, v)
+    if flash.major_capability(q.device) == 10 and q.shape[-1] == 256:
+        assert dlse is None, "SM100 backward with head_dim=256 does not support dlse"
     sides = (window_size_left, window_size_right)
     assert dlse is None or (dlse.is_contiguous() and not out.any()), "D is given in one way"
     fill((dq, dk, dv), windowed_backward(dout, q, k, v, out, lse, *sides, softmax_scale, dlse))
@@ -177,6 +194,7 @@ class Emulated:
 
     def __init__(self) -> None:
         self.called: set[str] = set()
+        self.least_lse = math.inf  # that a backward of cuDNN was given
 
     def __getattr__(self, name: str):
         schema = getattr(torch.ops.aten, name).default._schema
@@ -219,7 +237,11 @@ class Emulated:
         assert a.logsumexp.shape == (*a.query.shape[:3], 1) and min(a.query.shape[2], a.key.shape[2]) > 1
         assert a.grad_out.stride() == a.out.stride()
         assert (a.max_q, a.max_k) == (a.query.shape[2], a.key.shape[2])
-        return gradients(a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp.squeeze(-1), self.seen(a), a.scale)
+        lse = a.logsumexp.squeeze(-1)
+        dq, dk, dv = gradients(a.grad_out, a.query, a.key, a.value, a.out, lse, self.seen(a), a.scale)
+        self.least_lse = min(self.least_lse, lse.min().item())
+        faulty = (torch.backends.cudnn.version() or 0) < 92600 and a.key.shape[2] % 128 == 64
+        return dq.fill_(math.nan) if faulty and (lse < -88.7).any() else dq, dk, dv
 
     def emulate_scaled_dot_product_efficient_attention(self, a):
         out, lse = dense(a.query, a.key, a.value, self.seen(a), a.scale)
@@ -493,6 +515,40 @@ def test_cudnn_gets_the_bands_that_it_computes_well(installed, monkeypatch):
     assert newer.takes(9, 192, Window(None, None))
 
 
+@pytest.mark.parametrize("version", [None, 91900, 92400, 92600])
+def test_keys_that_old_versions_of_cudnn_get_wrong_go_to_another_kernel(version, installed, monkeypatch):
+    """Keys of 64 more than a multiple of 128, full, causal, and of masked documents, with an lse below -88.7."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    kernel = kernel_over("aten-cudnn", installed, monkeypatch)
+    emulated = aten._aten
+    documents = [(0, 90, 0, 90, 0, 89), (90, 192, 90, 192, 0, 101)]
+    for table in ([(0, 100, 0, 192, -191, 99)], [(0, 320, 0, 320, 0, 319)], documents):
+        tiles = Tiles(np.array(table))
+        rows, columns = tiles.table[:, [1, 3]].max(0).tolist()
+        q, k, v, dout = inputs(rows, columns, 16, 16)
+        q[..., 0], k[..., 0] = 200, -1
+        out, lse = kernel.forward(q, k, v, tiles, 0.5)
+        assert lse.max() < -88.7
+        grads = kernel.backward(BackwardInputs(dout, q, k, v, lse, None, tiles, 0.5, out=out))
+        wide = Reference().backward(
+            BackwardInputs(*(x.double() for x in (dout, q, k, v, lse)), None, tiles, 0.5, out=out)
+        )
+        for mine, right in zip(grads, wide, strict=True):
+            assert relative_l2(mine, right) < 1e-4
+    assert ("_scaled_dot_product_cudnn_attention" in emulated.called) == (version == 92600)
+
+
+@pytest.mark.parametrize("name", ["aten-cudnn", "cudnn"])
+def test_cudnn_proves_right_with_scores_far_below_zero_that_it_computes_itself(name, installed, monkeypatch):
+    kernel = kernel_over(name, installed, monkeypatch)
+    check_against_reference(kernel, CPU, torch.float32, (24, 16))
+    if name == "aten-cudnn":
+        assert aten._aten.least_lse < -88.7
+    else:
+        shapes = {layout[0][1] for operator, _, layout, *_ in kernel.ops.built if operator == "sdpa_backward"}
+        assert (2, 4, 256, 24) in shapes, "the rows of prove.FAR"
+
+
 def test_a_graph_is_built_once_for_each_shape_band_and_scale(installed, monkeypatch):
     monkeypatch.setattr(cudnn_graphs, "MOST_GRAPHS", 3)
     ops = kernel_over("cudnn", installed, monkeypatch).ops
@@ -507,6 +563,186 @@ def test_a_graph_is_built_once_for_each_shape_band_and_scale(installed, monkeypa
     assert [graph.runs for graph, *_ in ops.built.values()] == [2, 2, 2]
     ops.forward(q, k, v, Window(None, None), 1.0)
     assert len(ops.built) == 3
+
+
+def test_packed_documents_build_no_graph_for_each_length(fresh, installed, monkeypatch, asked):
+    monkeypatch.setattr(kernels, "_capability", lambda _: 9)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(kernels, "check_once", lambda *_, **__: None)
+    monkeypatch.setitem(kernels._MAKERS, "cudnn", lambda: kernel_over("cudnn", installed, monkeypatch))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    half = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dims": (64, 64)}
+    assert choose("auto", **half).name == "cudnn"
+    for documents in (2, 20, 63):
+        assert choose("auto", **half, documents=documents).name == "aten-flash"
+        assert choose("auto", **half, documents=documents, banded=True).name == "triton"
+    told = explain(device="cuda", dtype=torch.float16, documents=20)
+    assert told.startswith("auto takes aten-flash for torch.float16 on cuda, several documents; faster")
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (130, 7), (256, 256), (128, 192), (200, 200), (96, 128)])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_flash_attention_4_gets_the_head_dims_that_blackwell_has(dims, dlse, installed, monkeypatch):
+    monkeypatch.setattr(flash, "major_capability", lambda _: 10)
+    compare(kernel_over("flash4", installed, monkeypatch), BANDS["several"], *dims, dlse=dlse)
+
+
+def test_a_soft_cap_over_the_widest_heads_of_blackwell_is_refused(installed, monkeypatch):
+    def forward(q, k, v, softmax_scale, window_size_left, window_size_right, return_lse, softcap):
+        return q, k
+
+    def backward(
+        q, k, v, out, dout, lse, softmax_scale, window_size_left, window_size_right, deterministic, dq, dk, dv, dlse,
+        softcap,
+    ):  # fmt: skip
+        return q, k, v
+
+    installed(4, {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward})
+    half = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "softcap": 2.0}
+    for capability, refused in ((9, False), (10, True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, major=capability: (major, 0))
+        choose("flash4", **half, head_dims=(192, 128))
+        expectation = (
+            pytest.raises(ValueError, match=r"kernel='flash4' has no soft cap for head dims 256 and 256 on cuda; for a")
+            if refused
+            else contextlib.nullcontext()
+        )
+        with expectation:
+            choose("flash4", **half, head_dims=(256, 256))
+
+
+@pytest.mark.parametrize(
+    ("version", "right"),
+    [("4.0.0b11", False), ("4.0.0b9.dev3", False), ("4.0.0b12", True), ("4.0.0b36", True), ("4.0.1", True)],
+)
+def test_versions_of_flash_attention_4_with_wrong_windows_are_refused(version, right, installed, monkeypatch):
+    monkeypatch.setattr(flash, "version_of", lambda _: version)
+    installed(4, FLASH[4])
+    if right:
+        assert flash.flash_ops(4).name == "flash4"
+        return
+    with pytest.raises(ValueError, match=rf"needs flash-attn-4 4\.0\.0b12 or newer, not {re.escape(version)}"):
+        flash.flash_ops(4)
+
+
+def test_flash_attention_runs_on_the_tensors_device(installed, monkeypatch):
+    """It launches on CUDA's current device, and compiles for that one."""
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device_of(x):
+        entered.append(x.device)
+        yield
+        entered.pop()
+
+    def guarded(function):
+        return functools.wraps(function)(lambda *a, **more: [function(*a, **more), entered[0]][0])
+
+    monkeypatch.setattr(flash, "on_device_of", on_device_of)
+    installed(4, {name: guarded(function) for name, function in FLASH[4].items()})
+    compare(Windowed(flash.flash_ops(4)), BANDS["causal"], 16, 16)
+    assert not entered
+
+
+def test_flash_attention_4_keeps_its_programs_on_disk(monkeypatch, tmp_path):
+    """It reads the environment once, when it is imported."""
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text(
+        "import os\n\nFOUND = {k: v for k, v in os.environ.items() if k.startswith('FLASH_ATTENTION_CUTE')}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prefix = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+    folder = str(tmp_path / "burst-attention" / "flash-attention-4")
+    parts = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    for name in parts:  # which restores them at the end
+        monkeypatch.setitem(sys.modules, name, None)
+    for told, expected in (
+        ({}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": folder}),
+        ({f"{prefix}_DIR": "here"}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": "here"}),
+        ({f"{prefix}_ENABLED": "0"}, {f"{prefix}_ENABLED": "0"}),
+    ):
+        for name in parts:
+            del sys.modules[name]
+        flash.flash_ops.cache_clear()
+        with monkeypatch.context() as environment:
+            for name, value in told.items():
+                environment.setenv(name, value)
+            before = dict(os.environ)
+            with pytest.raises(ValueError, match="has no _flash_attn_fwd"):
+                flash.flash_ops(4)
+            assert dict(os.environ) == before
+        assert expected == sys.modules["flash_attn.cute.interface"].FOUND
+
+
+def test_a_proof_without_windows_compiles_two_kinds_of_programs(installed, monkeypatch, fresh):
+    """FlashAttention 4 compiles for each kind of window, and for a single block of 128 rows or columns."""
+    kinds = set()
+
+    def forward(q, k, v, softmax_scale=None, window_size_left=None, window_size_right=None, return_lse=False):
+        kinds.add((window_size_left is None, window_size_right, q.shape[1] > 128, k.shape[1] > 128))
+        return windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale)
+
+    installed(4, FLASH[4] | {"_flash_attn_fwd": forward})
+    kernel, proofs = Windowed(flash.flash_ops(4)), []
+    check_against_reference(kernel, CPU, torch.float32, (16, 16), banded=False)
+    assert kinds == {(True, None, True, True), (True, 0, True, True)}
+    monkeypatch.setattr(kernels, "check_once", lambda *_, **options: proofs.append(options["banded"]))
+    monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("flash4",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    half = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    for options in ({}, {"banded": True}, {"documents": 3}, {"documents": 3, "banded": True}, {"documents": 99}):
+        choose("auto", **half, **options)
+    assert proofs == [False, True, False, True, True]
+
+
+def test_cudnn_computes_the_widest_heads_on_hopper(installed, monkeypatch):
+    monkeypatch.setattr(cudnn_graphs, "major_capability", lambda _: 9)
+    kernel = kernel_over("cudnn", installed, monkeypatch)
+    monkeypatch.setattr(type(kernel.ops), "check", lambda *_: None)  # which asks for a GPU
+    kernel.check(CPU, torch.bfloat16, (256, 256))
+    with pytest.raises(ValueError, match="takes head dims up to 256, not 264"):
+        kernel.check(CPU, torch.bfloat16, (264, 256))
+    compare(kernel, BANDS["causal"], 256, 256)
+    kernel.ops.built.clear()
+    compare(kernel, BANDS["causal"], 128, 128, dlse=True)
+    assert sum(name == "sdpa_backward" for name, *_ in kernel.ops.built) == 1, "D has room in one call"
+
+
+def test_kernels_that_take_d_come_first_where_cudnn_has_no_room_for_it(monkeypatch, asked):
+    monkeypatch.setattr(kernels, "_capability", lambda _: 9)
+    wide = kernels.candidates(torch.device("cuda"), torch.float16, wide=True)
+    assert wide == ("flash4", "triton", "cudnn", "aten-cudnn", "flash3", "flash2", "aten-flash", "reference")
+    taken = []
+    monkeypatch.setattr(kernels, "_choose_auto", lambda *given: taken.append(given[-1]) or (Reference(), ()))
+    half = {"device": torch.device("cuda"), "dtype": torch.float16}
+    for dims, exact_delta in (((128, 128), True), ((64, 128), True), ((120, 120), True), ((128, 128), False)):
+        choose("auto", **half, head_dims=dims, exact_delta=exact_delta)
+    assert taken == [True, True, False, False]
+
+
+def test_a_call_tells_whether_its_backward_gets_d(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        attention_call, "choose", lambda *_, **options: seen.append(options["exact_delta"]) or Reference()
+    )
+
+    def run(group, dtype, return_lse):
+        x = torch.ones(1, 1, 4, 8, dtype=dtype)
+        burst_attention(x, x, x, make_plan(8 if group else 4, group=group), return_lse=return_lse)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for return_lse in (False, True):
+            run(None, dtype, return_lse)
+    assert seen == [False, True, False, True]
+    seen.clear()
+    with local_world(2) as ranks:
+        for dtype in (torch.bfloat16, torch.float16):
+            ranks.run(run, dtype, False)
+    assert seen == [False, False, True, True]
 
 
 def test_a_front_end_that_is_not_there(monkeypatch):

@@ -31,6 +31,7 @@ CLUSTER = "python -m burst_bench.cluster"
 PROGRAMS: Mapping[str, str] = {
     "cost-model": "claims.cost_model",
     "generate": "claims.generation",
+    "gpu": "claims.gpu",
     "hybrid": "claims.hybrid",
     "kernels": "claims.kernels",
     "longest": "claims.longest",

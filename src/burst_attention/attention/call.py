@@ -306,6 +306,7 @@ def prepare_forward(
     heads: int,
     softcap: float | None = None,
     keeping: Tensors | None = None,
+    return_lse: bool = False,
 ) -> tuple[Program, Forward, Settled]:
     """Check a call, and return its program, its pass and its resolved arguments, without its number."""
     if heads == 1:  # split_heads has checked the others
@@ -313,10 +314,14 @@ def prepare_forward(
     plan.transport.check_device(q.device)
     sizes: dict[str, Any] = {"q_heads": q.shape[1], "kv_heads": k.shape[1]}
     cached, dims, ordered = len(keeping or ()), (q.shape[3], v.shape[3]), torch.are_deterministic_algorithms_enabled()
-    key = (kernel, softcap, heads, cached, q.shape[0], *sizes.values(), *dims, q.dtype, q.device, ordered)
+    # Then a backward gets D itself, which fp16 dO has no columns for.
+    exact_delta = return_lse or (q.dtype == torch.float16 and plan.world > 1 and cached <= 3)
+    options = softcap, heads, cached, exact_delta
+    key = (kernel, *options, q.shape[0], *sizes.values(), *dims, q.dtype, q.device, ordered)
     if key not in plan.resolved:
         groups = Groups.of(heads, **sizes, keep=cached > 0, results=cached > 3)
         seen: dict[str, Any] = {"documents": plan.mask.parts, "banded": plan.mask.window is not None}
+        seen["exact_delta"] = exact_delta
         chosen = choose(kernel, **seen, device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
         plan.kinds.append(kind := Kind(chosen, softcap, *plan.settle(shape, groups)))
@@ -397,7 +402,7 @@ def attend(
         kept = cache(q, k, v, heads, cached_rows, results=cached_results)
         keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
-        program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
+        program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping, return_lse=return_lse)
         fields = {**shared_fields(q, k, v, plan, call, wants, sinks), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields, once=True)
     plan.usage.note_call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from .aten import Aten, CpuFlash, Cudnn, Efficient
 from .contract import HALVES, Kernel, capturing
 from .prove import check_once
 from .reference import BLOCK, Reference
+from .stock import PARTS
 from .windowed import CudaFlash, Windowed
 
 MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much
@@ -28,8 +30,11 @@ _RANKED: dict[int, tuple[str, ...]] = {
     10: ("flash4", "cudnn", "aten-cudnn", "flash2", "triton"),
 }
 _PLAIN, _BANDED, _MANY = "full and causal tiles", "windows", "many documents"
-# These add in no fixed order, whatever they are asked for.
-_UNORDERED = ("cudnn", "aten-cudnn")
+_SEVERAL, _SEVERAL_BANDED = "several documents", "several documents with windows"
+# These add in no fixed order, whatever they are asked for, and build a graph for each shape, in up to a second. Packed
+# documents of ever new lengths would build some in each call.
+_CUDNN = ("cudnn", "aten-cudnn")
+_TAKE_DELTA = ("flash4", "triton")  # their backwards take D in fp32
 
 
 @functools.cache
@@ -68,25 +73,34 @@ def choose(
     documents: int = 1,
     banded: bool = False,
     softcap: float | None = None,
+    exact_delta: bool = False,
 ) -> Kernel:
     """Return the kernel ``name``; raise ValueError if it is unknown or does not support the call.
 
     ``auto``: on the CPU ``aten``, which rounds each tile's result, or ``blockwise`` for a soft cap; on a GPU the first
     of :func:`candidates` that can be used here and agrees with the reference. ``head_dims``: of q and k, and of v.
+    ``exact_delta``: backwards get D, and dO has no columns for it (:func:`~.stock.backward_calls`).
     """
     if name == "auto":
-        return _choose_auto(device, dtype, head_dims, _kind(documents, banded), softcap, _ordered())[0]
+        wide = exact_delta and max(head_dims) + PARTS > 128
+        return _choose_auto(device, dtype, head_dims, _kind(documents, banded), softcap, _ordered(), wide)[0]
     if name not in _MAKERS:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel = _MAKERS[name]()
+    if softcap is not None:
+        kernel = kernel.capped(softcap)
     kernel.check(device, dtype, head_dims)
-    return kernel if softcap is None else kernel.capped(softcap)
+    return kernel
 
 
 def candidates(
-    device: torch.device, dtype: torch.dtype, kind: str = _PLAIN, *, capped: bool = False
+    device: torch.device, dtype: torch.dtype, kind: str = _PLAIN, *, capped: bool = False, wide: bool = False
 ) -> tuple[str, ...]:
-    """Return the kernels that ``auto`` tries, fastest first; deterministic ones if torch is asked for them."""
+    """Return the kernels that ``auto`` tries, fastest first; deterministic ones if torch is asked for them.
+
+    ``wide``: columns that carry D exceed 128, so that cuDNN needs two backward calls or runs at a lower rate. Kernels
+    that take D come first; their order among others was not measured.
+    """
     last = "blockwise" if capped else "reference"
     if device.type == "cpu":
         return ("blockwise",) if capped else ("aten",)
@@ -95,11 +109,15 @@ def candidates(
     if dtype not in HALVES:
         return "triton", last
     ranked = [*_RANKED[min(max(_capability(device), min(_RANKED)), max(_RANKED))]]
-    if kind != _PLAIN:  # torch's own kernels are slow with windows
+    if kind not in (_PLAIN, _SEVERAL):  # torch's own kernels are slow with windows
         ranked = [name for name in ranked if not name.startswith("aten-")]
-    if kind == _MANY:  # Triton needs one launch for all documents, and cuDNN a graph for each length
+    if kind == _MANY:  # Triton needs one launch for all documents
         ranked = ["triton", *(name for name in ranked if name.startswith("flash"))]
-    return *(name for name in ranked if not (_ordered() and name in _UNORDERED)), last
+    if _ordered() or kind in (_SEVERAL, _SEVERAL_BANDED):
+        ranked = [name for name in ranked if name not in _CUDNN]
+    if wide and any(name in _CUDNN for name in ranked):
+        ranked.sort(key=lambda name: name not in _TAKE_DELTA)
+    return *ranked, last
 
 
 def measure_block_sizes(device: torch.device) -> None:
@@ -121,7 +139,7 @@ def explain(
 ) -> str:
     """Return a sentence: which kernel ``auto`` takes for such a call, and which faster ones it can't use, and why."""
     kind, where = _kind(documents, banded), torch.device(device)
-    kernel, refused = _choose_auto(where, dtype, head_dims, kind, softcap, _ordered())
+    kernel, refused = _choose_auto(where, dtype, head_dims, kind, softcap, _ordered(), False)
     faster = f"; faster, if they could be used: {', '.join(refused)}" if refused else ""
     return f"auto takes {kernel.name} for {dtype} on {where}, {kind}{faster}"
 
@@ -129,6 +147,8 @@ def explain(
 def _kind(documents: int, banded: bool) -> str:
     if documents >= MANY_DOCUMENTS:
         return _MANY
+    if documents > 1:
+        return _SEVERAL_BANDED if banded else _SEVERAL
     return _BANDED if banded else _PLAIN
 
 
@@ -150,17 +170,19 @@ def _choose_auto(
     kind: str,
     softcap: float | None,
     ordered: bool,
+    wide: bool = False,
 ) -> tuple[Kernel, tuple[str, ...]]:
     if capturing():
         raise RuntimeError("kernel='auto' tests kernels on its first call; call it once before capturing a CUDA graph")
     refused = []
-    for name in candidates(device, dtype, kind, capped=softcap is not None):
+    for name in candidates(device, dtype, kind, capped=softcap is not None, wide=wide):
         try:
             kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims, softcap=softcap)
             # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
             if device.type != "cpu" and name not in ("reference", "blockwise"):
                 # Whatever sizes were measured, the fixed ones always work.
-                check_once(kernel.untuned(), device, dtype, head_dims, fixed_order=ordered, softcap=softcap)
+                proof: dict[str, Any] = {"fixed_order": ordered, "softcap": softcap}
+                check_once(kernel.untuned(), device, dtype, head_dims, **proof, banded=kind not in (_PLAIN, _SEVERAL))
         except torch.OutOfMemoryError:
             raise  # the kernel may be fine
         except Exception as error:  # a package may fail in any way; explain() lists the error

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ..plan.tile import Tile, Tiles
 from .contract import DTYPES, WIDEST, accumulation_dtype, band_seen, converted, no_dropout
-from .stock import Ops, Piece, Stock, StockInputs
+from .stock import Ops, Piece, Stock, StockInputs, cudnn_gives_nan
 
 SMALL = 256  # up to this many rows and columns, a masked rectangle is cheaper than several launches
 
@@ -215,14 +215,18 @@ class CpuFlash(Ops):
 class Cudnn(Ops):
     """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1].
 
-    It needs dO and out in the same memory order. It fails on a single query or key; :class:`Efficient` computes those.
+    It needs dO and out in the same memory order. :class:`Efficient` computes the launches that it does wrong.
     """
 
     name = "aten-cudnn"
     widest = 128
 
+    def takes(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether cuDNN computes this launch, as a forward and as a backward."""
+        return not cudnn_gives_nan(q.shape[2], k.shape[2], torch.backends.cudnn.version())
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        if min(q.shape[2], k.shape[2]) == 1:
+        if not self.takes(q, k):
             return Efficient().forward(q, k, v, seen, scale)
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=1)
@@ -233,7 +237,7 @@ class Cudnn(Ops):
 
     def backward(self, x: StockInputs, seen: Seen, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = x.q, x.k, x.v
-        if min(q.shape[2], k.shape[2]) == 1:
+        if not self.takes(q, k):
             return Efficient().backward(x, seen, scale)
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
         dout, out, lse = x.dout.contiguous(), x.out.contiguous(), x.lse.contiguous().unsqueeze(-1)

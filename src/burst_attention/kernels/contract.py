@@ -38,13 +38,14 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Zero-pad the last dims to one width, a multiple of ``multiple``. Zeros change no scores or outputs."""
-    widths = {x.shape[-1] for x in tensors}
-    width = -(-max(widths) // multiple) * multiple
-    if widths == {width}:
-        return tensors
-    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
+def widened(x: Tensor, width: int) -> Tensor:
+    """Zero-pad the last dim to ``width``. Zeros change no scores or outputs."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def major_capability(device: torch.device) -> int:
+    """Return the major number of a GPU's compute capability; 0 for another device."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def check_width(name: str, width: int, widest: int | None) -> None:
@@ -57,7 +58,7 @@ def check_gpu(name: str, device: torch.device, dtype: torch.dtype, capabilities:
     """Raise ValueError unless the device is a GPU of these compute capabilities (major) and the dtype bf16 or fp16."""
     if device.type != "cuda":
         raise ValueError(f"kernel={name!r} runs on cuda, the tensors are on {device}; use kernel='aten'")
-    major = torch.cuda.get_device_capability(device)[0]
+    major = major_capability(device)
     if major not in capabilities:
         raise ValueError(
             f"kernel={name!r} is for compute capability {capabilities.start}.x to {capabilities.stop - 1}.x, {device} "

@@ -23,6 +23,12 @@ from .contract import BackwardInputs, Kernel, finite_lse, row_dot
 from .reference import Reference
 
 
+def user_folder() -> Path:
+    """Return the user's cache folder, which may not exist. Raise RuntimeError without a home folder."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "burst-attention"
+
+
 @dataclass(frozen=True)
 class Remembered:
     """A file of facts by key. Where it can't be read or written, nothing is remembered."""
@@ -33,11 +39,7 @@ class Remembered:
     @property
     def path(self) -> Path:
         """The file."""
-        folder = self.folder
-        if folder is None:
-            given = os.environ.get("XDG_CACHE_HOME")
-            folder = (Path(given) if given else Path.home() / ".cache") / "burst-attention"
-        return folder / self.name
+        return (user_folder() if self.folder is None else self.folder) / self.name
 
     def read(self) -> dict[str, Any]:
         """Return the facts; an empty dict if the file is missing or invalid."""
@@ -64,23 +66,23 @@ _OTHERS = (
     "nvidia-cudnn-frontend",
 )
 
-# In order: causal; windows over a tall and over a wide rectangle, which differ by the corner they are aligned to; full;
-# tall and limited on the left only. Each has several blocks and odd sizes; some rows and columns have no tile.
-TILES = Tiles(
-    np.array(
-        [
-            Tile(0, 301, 0, 301, 0, 300),
-            Tile(301, 640, 20, 221, -40, 170),
-            Tile(640, 781, 5, 330, -250, 60),
-            Tile(781, 850, 10, 290, -279, 68),
-            Tile(850, 1031, 3, 104, -100, 90),
-        ],
-        np.int64,
-    )
+# Full and causal tiles, whose corners are aligned to the bottom right. FlashAttention 4 compiles a program for each
+# kind of window, and others for a single block of rows or columns, so all tiles have several blocks. Sizes are odd, and
+# some rows and columns have no tile.
+PLAIN = (Tile(0, 301, 0, 301, 0, 300), Tile(301, 640, 10, 290, -279, 338), Tile(640, 781, 5, 330, -184, 140))
+# Windows over a square, and over a tall and a wide rectangle, which differ by the corner they are aligned to; tall and
+# limited on the left only.
+BANDED = (
+    Tile(0, 301, 0, 301, 0, 99),
+    Tile(301, 640, 20, 221, -40, 170),
+    Tile(640, 781, 5, 330, -250, 60),
+    Tile(850, 1031, 3, 153, -149, 90),
 )
 ROWS, COLUMNS = 1034, 337
-# cuDNN before 9.26 has given NaN in dQ where the columns are 64 more than a multiple of 128 and lse is below -88.7.
-FAR = Tiles(np.array([Tile(0, 256, 0, 192, -191, 255)], np.int64))
+# For scores near -100, where the exponentials of padding overflow. cuDNN before 9.26 gives NaN for 192 columns, so
+# another kernel computes them; 160 it computes itself.
+FAR = (Tile(0, 256, 0, 192, -191, 255), Tile(256, 512, 0, 160, -159, 255))
+FAR_ROWS, FAR_COLUMNS = 512, 192
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # relative L2
 
 
@@ -92,14 +94,15 @@ def check_once(
     *,
     fixed_order: bool,
     softcap: float | None = None,
+    banded: bool = True,
 ) -> None:
     """Call :func:`check_against_reference`, unless the same kernel passed it before on such a device."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     versions = torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), _sources(), *_packages()
-    key = " | ".join(map(str, (kernel.name, gpu, *versions, dtype, head_dims, fixed_order, softcap)))
+    key = " | ".join(map(str, (kernel.name, gpu, *versions, dtype, head_dims, fixed_order, softcap, banded)))
     if key in _PROVED.read():
         return
-    check_against_reference(kernel, device, dtype, head_dims, fixed_order=fixed_order, softcap=softcap)
+    check_against_reference(kernel, device, dtype, head_dims, fixed_order=fixed_order, softcap=softcap, banded=banded)
     _PROVED.add({key: True})
 
 
@@ -126,9 +129,14 @@ def check_against_reference(
     *,
     fixed_order: bool = True,
     softcap: float | None = None,
+    banded: bool = True,
 ) -> None:
-    """Raise ArithmeticError unless ``kernel`` agrees with the fp64 reference, bit-equal twice in ``fixed_order``."""
+    """Raise ArithmeticError unless ``kernel`` agrees with the fp64 reference, bit-equal twice in ``fixed_order``.
+
+    ``banded``: also windows; if not, only full and causal tiles.
+    """
     judge = Reference(softcap)
+    kinds = (PLAIN, BANDED) if banded else (PLAIN,)
     make = torch.Generator().manual_seed(0)
     shapes = ((4, ROWS, head_dims[1]), (4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]))
     # Models have [B, S, H, D] in memory.
@@ -137,13 +145,16 @@ def check_against_reference(
         for heads, rows, dim in shapes
     )
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
-        _check(kernel, judge, device, (dout, q, k, v), 0.0, fixed_order)
-        far = tuple(x[:, :, :rows].clone() for x, rows in zip((dout, q, k, v), (256, 256, 192, 192), strict=True))
-        far[1][..., 0], far[2][..., 0] = 100 * head_dims[0] ** 0.5, -1  # scores near -100
-        _check(kernel, judge, device, far, 0.0, fixed_order, tiles=FAR)
+        for tiles in kinds:
+            _check(kernel, judge, device, (dout, q, k, v), 0.0, fixed_order, tiles)
+        cut = (FAR_ROWS, FAR_ROWS, FAR_COLUMNS, FAR_COLUMNS)
+        far = tuple(x[:, :, :rows].clone() for x, rows in zip((dout, q, k, v), cut, strict=True))
+        far[1][..., 0], far[2][..., 0] = 100 * head_dims[0] ** 0.5, -1
+        _check(kernel, judge, device, far, 0.0, fixed_order, FAR)
         # In rows with dO = 0, D comes only from the lse's gradient, and no column of dO can carry it.
         dout[:, :, 100:200] = 0
-        _check(kernel, judge, device, (dout, q, k, v), 1.0, fixed_order)
+        for tiles in kinds:
+            _check(kernel, judge, device, (dout, q, k, v), 1.0, fixed_order, tiles)
 
 
 def _check(
@@ -153,9 +164,9 @@ def _check(
     tensors: tuple[Tensor, ...],
     dlse: float,
     fixed_order: bool,
-    *,
-    tiles: Tiles = TILES,
+    table: tuple[Tile, ...],
 ) -> None:
+    tiles = Tiles(np.array(table, np.int64))
     dtype, scale = tensors[0].dtype, tensors[1].shape[3] ** -0.5
     dout, q, k, v = (x.double() for x in tensors)
     out, lse = judge.forward(q, k, v, tiles, scale)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from .contract import (
     converted,
     head_blocks,
     merge_,
-    same_width,
     store_,
+    widened,
 )
 
 
@@ -131,7 +131,22 @@ class Piece:
     masked: tuple[Tile, ...] = ()  # only the entries of these tiles are visible
 
 
+NAN_FREE = 92600  # cuDNN's version from which dQ is right with 64 keys more than a multiple of 128
+
+
+def cudnn_gives_nan(rows: int, columns: int, version: int | None) -> bool:
+    """Return whether this version of cuDNN has given NaN for such a launch; None for an unknown version.
+
+    It has for a single query or key with a negative lse, and in dQ on Hopper where the keys are 64 more than a multiple
+    of 128 and lse is below -88.7, which no one knows before the launch.
+    """
+    return min(rows, columns) == 1 or (columns % 128 == 64 and (version or 0) < NAN_FREE)
+
+
 Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_start, k_stop)
+
+
+HeadDims: TypeAlias = tuple[int, int]  # of q and k, and of v
 
 
 class StockInputs(NamedTuple):
@@ -147,7 +162,7 @@ class StockInputs(NamedTuple):
 
 
 class Ops:
-    """A stock attention function, forward and backward, of one head dimension up to ``widest``; None for no limit.
+    """A stock attention function, forward and backward, of head dimensions up to ``widest``; None for no limit.
 
     ``seen`` says what a launch sees. An lse is natural, [B, Hq, Sq] in fp32 (fp64 for fp64).
     """
@@ -155,11 +170,27 @@ class Ops:
     name: str
     multiple: int = 8  # head dimensions are padded to a multiple of this
     widest: int | None = None
-    takes_delta: bool = False  # whether a backward with out = 0 can be given D
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError if the device or dtype is not supported."""
         check_gpu(self.name, device, dtype, range(8, 13))
+
+    def check_dims(self, head_dims: HeadDims, device: torch.device) -> None:
+        """Raise ValueError if the head dimensions are not supported on ``device``."""
+        check_width(self.name, max(head_dims), self.widest_on(device))
+
+    def widest_on(self, device: torch.device) -> int | None:
+        """Return the largest head dimension on ``device``; None for no limit."""
+        return self.widest
+
+    def fitted(self, head_dims: HeadDims, device: torch.device) -> HeadDims:
+        """Return the head dimensions to which inputs are padded."""
+        width = -(-max(head_dims) // self.multiple) * self.multiple
+        return width, width
+
+    def takes_delta(self, head_dims: HeadDims, device: torch.device) -> bool:
+        """Return whether a backward with out = 0 can be given D."""
+        return False
 
     def capped(self, softcap: float) -> Ops:
         """Return the same functions with capped scores. Raise ValueError if they can't cap scores."""
@@ -211,13 +242,15 @@ class Stock(Kernel, ABC, Generic[Launch]):
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         """Raise ValueError if the device, dtype or head dimension is not supported."""
         self.ops.check(device, dtype)
-        check_width(self.name, max(head_dims), self.ops.widest)
+        self.ops.check_dims(head_dims, device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Run the launches and merge their (out, lse)."""
         launches = list(self.launches(tiles))
         value_dim = v.shape[-1]
-        q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.ops.multiple)
+        q, k, v = (self.computed(x, backward=False) for x in (q, k, v))
+        dim, width = self.ops.fitted((q.shape[-1], value_dim), q.device)
+        q, k, v = widened(q, dim), widened(k, dim), widened(v, width)
         if len(launches) == 1 and _covers(launches[0], q, k) and not self.leaves_rows_blind(launches[0]):
             out, lse = self.run_forward(launches[0], q, k, v, scale)
             return (out if out.shape[-1] == value_dim else out[..., :value_dim]), lse
@@ -239,14 +272,16 @@ class Stock(Kernel, ABC, Generic[Launch]):
         """Run the launches and add up their (dq, dk, dv)."""
         scale, launches = inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
-        delta = inputs.row_delta() if inputs.out is None and self.ops.takes_delta else None
+        takes_delta = inputs.out is None and self.ops.takes_delta((q.shape[-1], v.shape[-1]), q.device)
+        delta = inputs.row_delta() if takes_delta else None
         calls: tuple[BackwardCall, ...]
         if inputs.out is not None:
             calls = (BackwardCall(dout, self.computed(inputs.out, backward=True)),)
         elif delta is not None:
             calls = (BackwardCall(dout, torch.zeros_like(dout)),)
         else:
-            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest, of_lse=inputs.of_lse)
+            widest = self.ops.widest_on(q.device)
+            calls = backward_calls(dout, inputs.row_delta(), widest=widest, of_lse=inputs.of_lse)
 
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v, inputs.lse, delta), scale)
@@ -266,9 +301,10 @@ class Stock(Kernel, ABC, Generic[Launch]):
     def _padded(
         self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor | None
     ) -> StockInputs:
+        dim, width = self.ops.fitted((q.shape[-1], call.dout.shape[-1]), q.device)
         values = v if call.values else torch.zeros_like(v)
-        dout, q, k, v, out = same_width(call.dout, q, k, values, call.out, multiple=self.ops.multiple)
-        return StockInputs(dout, q, k, v, out, lse, delta)
+        dout, values, out = (widened(x, width) for x in (call.dout, values, call.out))
+        return StockInputs(dout, widened(q, dim), widened(k, dim), values, out, lse, delta)
 
 
 def _covers(launch: Tile | Piece, q: Tensor, k: Tensor) -> bool:

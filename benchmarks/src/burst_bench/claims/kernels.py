@@ -1,18 +1,20 @@
 """Kernels on a GPU: TFLOP/s, cost of distribution, memory.
 
-    burst bench kernels [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--json FILE]
+    burst bench kernels [--seq-lens 8192 ... --head-dims 64 128] [--tables kernels] [--rounds 9] [--json FILE]
 
-A kernel is timed only after small results agree with the reference. All kernels take turns, round by round. A figure is
-the median, and its ratio is the median of the rounds' ratios. FLOPs count the unmasked (query, key) pairs: 4 D forward
-and 10 D backward for each pair and head."""
+A kernel is timed only after small results agree with the reference; they must have equal bits in two runs only under
+torch's deterministic algorithms, because faster kernels have none. On a CPU it only shows that it runs. All kernels
+take turns, round by round. A figure is the median, and its ratio is the median of the rounds' ratios. FLOPs count the
+unmasked (query, key) pairs: 4 D forward and 10 D backward for each pair and head."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(
 # PyTorch's own calls without our code; other kernels are compared with these.
 STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
 DEVICE = torch.device("cuda")
+OF_CPUS = ("aten", "aten-fp32")
 PLACE = ("tokens", "D", "mask", "pass", "kernel")
 COLUMNS = (*PLACE, "TFLOP/s", "of the best stock kernel", "of a matrix product")
 RATIO, PEAK_OF_ALL, PER_BYTE = "ratio", "all ranks' peak / ranks", "all ranks' by inputs, outputs, gradients"
@@ -44,7 +47,7 @@ LEGEND = {
     "D": "head dimension",
     "TFLOP/s": "of the tiles that the mask leaves, by the median round",
     "of the best stock kernel": "its time divided by this kernel's, median of the rounds",
-    "of a matrix product": "this rate divided by that of an 8192 x 8192 product in bf16",
+    "of a matrix product": "this rate divided by that of an 8192 x 8192 product in bf16 (256 x 256 on a CPU)",
     RATIO: "median and range of the rounds",
     PEAK_OF_ALL: "the most that was allocated at once on the one device, divided by the ranks",
     PER_BYTE: "the same of all ranks, divided by the bytes of q, k, v, out and their gradients",
@@ -70,10 +73,9 @@ def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) ->
     able, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
     for name in names:
         try:
-            kernel = choose(name, device=DEVICE, dtype=q.dtype)
-            # torch's kernels add in no fixed order. They are compared here, but `auto` never takes them.
-            fixed_order = not name.startswith("aten")
-            check_against_reference(kernel, DEVICE, q.dtype, (q.shape[3], v.shape[3]), fixed_order=fixed_order)
+            dims, fixed_order = (q.shape[3], v.shape[3]), torch.are_deterministic_algorithms_enabled()
+            kernel = choose(name, device=q.device, dtype=q.dtype, head_dims=dims)
+            check_against_reference(kernel, q.device, q.dtype, dims, fixed_order=fixed_order)
             out, lse = kernel.forward(q, k, v, tiles, scale)
         except Exception as error:  # packages raise errors of any type
             refused.append(f"{name}: {error}")
@@ -108,8 +110,12 @@ def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[TimedKernel]:
     return able
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of one call on the device."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -118,25 +124,26 @@ def seconds(call: Callable[[], Any]) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
+def compare(seqlen: int, dim: int, mask_name: str, rounds: int, device: torch.device = DEVICE) -> list[dict[str, str]]:
     """Return a row for each kernel and pass."""
     heads = 2048 // dim
     tiles = tiles_of(MASKS[mask_name], seqlen)
-    q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
-    names = [name for name in KERNELS if name not in ("reference", "aten", "aten-fp32")]
+    q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=device) for _ in "qkv")
+    names = [name for name in KERNELS if name != "reference" and (device.type == "cpu" or name not in OF_CPUS)]
     able, refused = subjects(names, q, k, v, tiles)
     able = [*stock(MASKS[mask_name], q, k, v), *able]
-    auto = choose("auto", device=DEVICE, dtype=q.dtype, head_dims=(dim, dim)).name
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    auto = choose("auto", device=device, dtype=q.dtype, head_dims=(dim, dim)).name
+    side = 256 if device.type == "cpu" else 8192
+    a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
     rows = []
     for direction, each in (("forward", 4), ("backward", 10)):
         calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
         for call in (*calls.values(), *calls.values()):  # after two calls everything is compiled
             call()
-        turns = take_turns([partial(seconds, call) for call in calls.values()], rounds)
+        turns = take_turns([partial(seconds, call, device) for call in calls.values()], rounds)
         taken = dict(zip(calls, turns, strict=True))
         best = min((n for n in taken if n in STOCK), key=lambda n: statistics.median(taken[n]), default=None)
-        peak = 2 * 8192**3 / statistics.median(taken["matmul"]) / 1e12
+        peak = 2 * side**3 / statistics.median(taken["matmul"]) / 1e12
         for name in (s.name for s in able):
             speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
             ratio = f"{statistics.median(ratios(taken[name], taken[best])):.2f} of {best}" if best else "-"
@@ -215,21 +222,34 @@ class KernelsArguments(WrittenArguments):
     head_dims: tuple[int, ...] = (64, 128)
     rounds: int = 9
     """Timed calls of each kernel."""
+    tables: tuple[Literal["kernels", "ranks", "memory"], ...] = ("kernels", "ranks", "memory")
+    """kernels: each by itself; ranks: the cost of distribution; memory: of one rank and of eight."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """On cpu: give --tables kernels."""
 
 
 def main(arguments: list[str]) -> None:
     a = asked(KernelsArguments(), __doc__, "burst bench kernels", arguments)
-    if not torch.cuda.is_available():
+    device = torch.device(a.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("burst bench kernels: torch.cuda.is_available() is False; run it on a machine with a GPU")
+    if device.type == "cpu" and a.tables != ("kernels",):
+        raise SystemExit(
+            f"burst bench kernels: --tables {' '.join(a.tables)} needs a GPU; on a CPU give --tables kernels"
+        )
+    name = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name()
     console = console_of_tables()
-    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, batch 1, heads x D = 2,048")
-    console.print(explain(device=DEVICE, dtype=torch.bfloat16), markup=False)
+    console.print(f"{name}, torch {torch.__version__}; bf16, batch 1, heads x D = 2,048")
+    console.print(explain(device=device, dtype=torch.bfloat16), markup=False)
     sizes = [(seqlen, dim, mask) for dim in a.head_dims for seqlen in a.seq_lens for mask in MASKS]
-    tables = {
-        "kernels": [row for size in sizes for row in compare(*size, a.rounds)],
-        "one rank's device time / all ranks'": [distribution(8, max(a.seq_lens), dim, 3) for dim in a.head_dims],
-        "memory, H = 32, D = 128, Triton": [memory(131072, 32, 128, world) for world in (1, 8)],
-    }
+    tables: dict[str, list[dict[str, str]]] = {}
+    if "kernels" in a.tables:
+        tables["kernels"] = [row for size in sizes for row in compare(*size, a.rounds, device)]
+    if "ranks" in a.tables:
+        rows = [distribution(8, max(a.seq_lens), dim, 3) for dim in a.head_dims]
+        tables["one rank's device time / all ranks'"] = rows
+    if "memory" in a.tables:
+        tables["memory, H = 32, D = 128, Triton"] = [memory(131072, 32, 128, world) for world in (1, 8)]
     for title, rows in tables.items():
         print_table(console, rows, title=title, legend=LEGEND, keys=len(PLACE) if title == "kernels" else 1)
-    a.write(device=torch.cuda.get_device_name(), **tables)
+    a.write(device=name, **tables)
