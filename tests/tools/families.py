@@ -390,10 +390,13 @@ def model_class(model_type: str) -> Callable[..., Any]:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
-def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> Any:
-    """The same random weights under every attention; larger than at a first step, so that every part shows."""
+def model_of(model_type: str, config: PreTrainedConfig, implementation: str, parts: Any = None) -> Any:
+    """The same random weights under every attention; larger than at a first step, so that every part shows.
+
+    ``parts``: the model without memory for its weights, if there is one already.
+    """
     config = copy.deepcopy(config)
-    parts = without_weights(model_type, config)
+    parts = without_weights(model_type, config) if parts is None else parts
     own = any(map(known.scores_itself, parts.modules()))  # their classes read the implementation when they are built
     config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64
