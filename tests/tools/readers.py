@@ -12,7 +12,7 @@ from unittest import mock
 
 from transformers import PreTrainedConfig
 
-Readers = dict[str, set[tuple[str, str]]]  # by setting: the module, and the class or function in it
+Readers = dict[str, set[tuple[str, str]]]  # by setting: the module, and the class or function in it, or its method
 
 
 @contextlib.contextmanager
@@ -23,8 +23,7 @@ def reads(config: PreTrainedConfig, found: Readers) -> Iterator[None]:
 
     def noting(self: Any, name: str) -> Any:
         frame = sys._getframe(1)
-        reader = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname.partition(".")[0]
-        found.setdefault(name, set()).add(reader)
+        found.setdefault(name, set()).add((frame.f_globals.get("__name__", ""), frame.f_code.co_qualname))
         return stock(self, name)
 
     with mock.patch.object(kind, "__getattribute__", noting):
@@ -61,13 +60,16 @@ def _form(value: Any) -> Any:
 def _closure(module: str, top: str, family: str) -> str:
     """The code of a class or function, and of all that it names in its file, transitively."""
     places = _places(module)
-    seen, waiting = {top}, [top]
+    # A configuration's method derives a setting from others; its class also lists all that they are.
+    own = top if ".configuration_" in module and top in places else top.partition(".")[0]
+    seen, waiting = {own}, [own]
     while waiting:
         node = places.get(waiting.pop())
         names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if node is not None else set()
         waiting += names & places.keys() - seen
         seen |= names & places.keys()
-    return "\n".join(sorted(ast.unparse(places[each]).replace(family, "Own") for each in seen if each in places))
+    text = "\n".join(sorted(ast.unparse(places[each]).replace(family, "Own") for each in seen if each in places))
+    return text.replace(module.split(".")[2], "own")  # the family's package
 
 
 @functools.cache
@@ -81,6 +83,8 @@ def _places(module: str) -> dict[str, ast.AST]:
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found[node.name] = node
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            found |= {f"{node.name}.{each.name}": each for each in methods}
         elif isinstance(node, ast.ImportFrom):
             found |= {name.asname or name.name: ast.ImportFrom(node.module, [name], node.level) for name in node.names}
         elif isinstance(node, ast.Assign):

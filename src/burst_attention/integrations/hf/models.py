@@ -55,12 +55,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):
             raise ValueError(f"{name}={getattr(text, name)} of the configuration is not supported; set {name}=0.0")
-    used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
-    for window in by_layer(text, "sliding_window") if used else ():
-        if window is not None and window < 1:
-            raise ValueError(
-                f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none"
-            )
+    check_windows(text)
     check_rope(text)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         check_layers(text)
@@ -86,6 +81,7 @@ def check_parts(model: Any, body: Any, layout: str) -> None:
         )
     text = model.config.get_text_config(decoder=True)  # its class may have turned a decoder into a causal model
     check_layers(text)
+    check_windows(text)
     check_rope(text)
     parts.check_structure(body)
     parts.check_exchanges(body)
@@ -104,6 +100,14 @@ def check_layers(config: Any) -> None:
                     f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
                     f"{ALONE}"
                 )
+
+
+def check_windows(config: Any) -> None:
+    """Refuse a configuration that gives a layer a window without any key."""
+    for reach in layer_windows(config) if hasattr(config, "num_hidden_layers") else ():
+        if isinstance(reach, int) and reach < 1:
+            name = "window_size" if hasattr(config, "window_size") else "sliding_window"
+            raise ValueError(f"{name}={reach} of the configuration is below 1; set at least 1, or null for none")
 
 
 def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
