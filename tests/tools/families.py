@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def one_process(model_type: str, alone: Any) -> Any:
     """The output of the model's own forward, and gradients."""
     if stub_forward.has_stock_loss(alone):
         alone.loss_function = exact_loss
-    with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):  # it makes its least score in this
+    with dtype_of_scores(model_type):
         out = alone(**batch(), use_cache=False)
         out.hidden = hidden_of(alone, batch()["input_ids"], torch.arange(SEQLEN).repeat(2, 1)).detach()
     out.loss.backward()
@@ -347,6 +347,11 @@ def without_weights(model_type: str, config: PreTrainedConfig) -> Any:
     """The model without memory for its weights."""
     with torch.device("meta"):
         return model_class(model_type)(copy.deepcopy(config))
+
+
+def dtype_of_scores(model_type: str) -> AbstractContextManager[None]:
+    """Let XGLM, which makes its least score in the default dtype, make it in fp64."""
+    return default_dtype(torch.float64 if model_type == "xglm" else torch.float32)
 
 
 @contextmanager

@@ -247,7 +247,8 @@ def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and the gradients in the model, of one process that runs each document alone; the packed batch."""
     ids, pieces = families.batch()["input_ids"], list(itertools.pairwise(DOCUMENTS))
     alone.zero_grad()
-    logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
+    with families.dtype_of_scores(alone.config.model_type):
+        logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
     loss = F.cross_entropy(torch.cat(logits), torch.cat([ids[:, a + 1 : b].flatten() for a, b in pieces]))
     loss.backward()
     positions = torch.cat([torch.arange(b - a) for a, b in pieces]).repeat(2, 1)
