@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from burst_attention.cli.generate import GenerateArguments, _digest, _read_tokens, main
 from tests.support.hybrid_models import make_hybrid
@@ -157,6 +164,16 @@ def test_wrong_arguments_are_named(monkeypatch, capsys, folder, words, text):
     monkeypatch.setattr("sys.stdin", io.StringIO("" if "empty" in text else "some text"))
     assert main(["--model", str(folder), *words]) == 2
     assert text in flat(capsys.readouterr().err)
+
+
+def test_a_model_that_can_not_run_on_shards_is_sent_to_transformers(pools, folder, tmp_path):
+    bloom = tmp_path / "bloom"
+    shutil.copytree(folder, bloom)
+    BloomForCausalLM(BloomConfig(vocab_size=257, hidden_size=32, n_head=4, n_layer=1)).save_pretrained(bloom)
+    status, printed = burst("--model", bloom, "--prompt", folder / "prompt.txt", ranks=pools(1))
+    assert status == 1
+    assert "(BloomAttention) adds biases by distance" in printed
+    assert "; call model.generate of transformers" in printed and "on one rank" not in printed
 
 
 def test_a_chat_template_is_applied_and_a_hybrid_model_continues(pools, folder):

@@ -562,7 +562,7 @@ class ShiftLayer(Shift):
     """The same under a harmless name, in a package whose code is read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
+        return x - x.roll(1, 1)
 
 
 ShiftLayer.__module__ = "transformers_modules.of_somebody"

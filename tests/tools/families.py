@@ -14,7 +14,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def one_process(model_type: str, alone: Any) -> Any:
     """The output of the model's own forward, and gradients."""
     if stub_forward.has_stock_loss(alone):
         alone.loss_function = exact_loss
-    with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):  # it makes its least score in this
+    with dtype_of_scores(model_type):
         out = alone(**batch(), use_cache=False)
         out.hidden = hidden_of(alone, batch()["input_ids"], torch.arange(SEQLEN).repeat(2, 1)).detach()
     out.loss.backward()
@@ -350,6 +350,11 @@ def without_weights(model_type: str, config: PreTrainedConfig) -> Any:
         return model_class(model_type)(copy.deepcopy(config))
 
 
+def dtype_of_scores(model_type: str) -> AbstractContextManager[None]:
+    """Let XGLM, which makes its least score in the default dtype, make it in fp64."""
+    return default_dtype(torch.float64 if model_type == "xglm" else torch.float32)
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Let torch make tensors in another dtype."""
@@ -391,10 +396,13 @@ def model_class(model_type: str) -> Callable[..., Any]:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
-def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> Any:
-    """The same random weights under every attention; larger than at a first step, so that every part shows."""
+def model_of(model_type: str, config: PreTrainedConfig, implementation: str, parts: Any = None) -> Any:
+    """The same random weights under every attention; larger than at a first step, so that every part shows.
+
+    ``parts``: the model without memory for its weights, if there is one already.
+    """
     config = copy.deepcopy(config)
-    parts = without_weights(model_type, config)
+    parts = without_weights(model_type, config) if parts is None else parts
     own = any(map(known.scores_itself, parts.modules()))  # their classes read the implementation when they are built
     config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64

@@ -5,6 +5,7 @@
 Each setting that changes the loss or a gradient of a tiny random model in one process is turned over (booleans) or
 moved (numbers, names, layer types, rotary frequencies). A setting that changes nothing is tried again beside each
 choice that another setting makes. ``--log`` keeps the outcomes as JSON lines; a type that it has is not run again.
+A setting is "alike" and not run over ranks if the same code reads it in a type that was judged, and moves it alike.
 
 "late" (refused, but only by the first call), "different" and "error" (no refusal by name) are bugs of ours.
 """
@@ -15,19 +16,16 @@ import datetime
 import functools
 import itertools
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -38,27 +36,11 @@ from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 from tests.tools.families import BOUND, GRADIENT_BOUND, SEQLEN, WORLD, first_line, refusal
 from tests.tools.moves import COMMON, SIZED, settings_of
+from tests.tools.outcomes import BAD, TITLE, Outcome, page
+from tests.tools.readers import Readers, code_of, reads
 
-BAD = ("late", "different", "error")
 MOST, MANY = 3, 8  # values of one number that are run, and of a name, a list or rotary frequencies
 DOCUMENTS = (0, 17, 18, SEQLEN)  # of a packed batch
-LISTED = 20  # model types that a row names
-TITLE = "Settings"
-
-
-@dataclass
-class Outcome:
-    """``kind``: equal, refused, late, different, error; "unchanged" settings change nothing, "fails" alone too."""
-
-    model_type: str
-    name: str  # of the setting that was moved
-    own: dict[str, Any]  # it, and others that go with it
-    kind: str
-    text: str = ""
-
-    def __str__(self) -> str:
-        own = ", ".join(f"{name}={value}" for name, value in self.own.items()) or self.name
-        return f"{self.kind:10} {self.model_type:24} {own:60} {self.text}"
 
 
 class Subject:
@@ -69,9 +51,9 @@ class Subject:
         self.config, parts = families.built(model_type, **own)
         if sum(parameter.numel() for parameter in parts.parameters()) > families.LARGEST:
             raise ValueError("larger than is run here")
-        self.read: set[str] = set()
+        self.read: Readers = {}
         with reads(self.config, self.read):
-            self.model = families.model_of(model_type, self.config, "eager")
+            self.model = families.model_of(model_type, self.config, "eager", parts)
             own_weights = dict(self.model.named_parameters())
             if weights is not None and {n: x.shape for n, x in weights.items()} == {
                 n: x.shape for n, x in own_weights.items()
@@ -98,54 +80,74 @@ class Subject:
         )
 
 
-@contextlib.contextmanager
-def reads(config: PreTrainedConfig, found: set[str]) -> Iterator[None]:
-    """Note the names of the settings that are read, of all configurations of this class."""
-    kind = type(config)
-    stock = kind.__getattribute__
+def sweep(model_type: str, only: set[str] | None = None, seen: dict[str, str] | None = None) -> Iterator[Outcome]:
+    """Judge each setting of a model type.
 
-    def noting(self: Any, name: str) -> Any:
-        found.add(name)
-        return stock(self, name)
-
-    with mock.patch.object(kind, "__getattribute__", noting):
-        yield
-
-
-def sweep(model_type: str, only: set[str] | None = None) -> Iterator[Outcome]:
-    """Judge each setting of a model type; ``only``: the names of those to judge."""
+    Args:
+        model_type: as ``AutoModelForCausalLM`` knows it.
+        only: the names of the settings to judge; None: all.
+        seen: by the digest of a setting's code, the type in which it was judged. Settings that it has are not run;
+            those that are judged here are added, unless one of their values comes out wrong.
+    """
+    seen = {} if seen is None else seen
     try:
         base = Subject(model_type, {})
     except Exception as error:
         yield Outcome(model_type, "", {}, "fails", first_line(error))
         return
-    kind = families.model_class(model_type)
-    every = settings_of(base.config, kind)
-    beside: list[Subject] = []
-    effective: set[str] = set()
+    every = settings_of(base.config, families.model_class(model_type))
     chosen = {name: values for name, values in every.items() if only is None or name in only}
+    beside: list[Subject] = []
+    idle: dict[str, list[dict[str, Any]]] = {}
     for name, values in chosen.items():
-        count = 0
-        for own in values:
-            value = own[name]
-            if count == _most(name, value):
-                break
-            outcome, subject = _judged(model_type, base, own, name)
-            count += outcome.kind not in ("unchanged", "fails")
-            if outcome.kind != "unchanged":
-                yield outcome
-            if subject is not None and outcome.kind == "equal" and count < 3 and _is_choice(value):
-                beside.append(subject)
-        effective |= {name} if count else set()
-    idle = {name: values for name, values in chosen.items() if name not in effective}
+        code = code_of(base.config, name, [own[name] for own in values], base.read)
+        if code in seen:
+            beside += _choices(model_type, name, values, base)
+            yield Outcome(model_type, name, {}, "alike", seen[code])
+            continue
+        outcomes, found = _moved(model_type, base, name, values)
+        yield from outcomes
+        beside += found
+        if all(outcome.kind == "fails" for outcome in outcomes):
+            idle[name] = values
+        elif code is not None and not any(outcome.kind in BAD for outcome in outcomes):
+            seen[code] = model_type
     for name, values in idle.items():  # a switch may matter only beside another of them
         with contextlib.suppress(Exception):
             if {name: True} in values and name not in COMMON:
                 beside.append(Subject(model_type, {name: True}, base.weights))
     for name, values in idle.items():
-        outcomes = _beside(model_type, name, values, beside)
-        found = list(itertools.islice(outcomes, MOST))
+        found = list(itertools.islice(_beside(model_type, name, values, beside), MOST))
         yield from found or [Outcome(model_type, name, {}, "unchanged")]
+
+
+def _moved(
+    model_type: str, base: Subject, name: str, values: list[dict[str, Any]]
+) -> tuple[list[Outcome], list[Subject]]:
+    """Judge some values of a setting: their outcomes, and the choices among them, which others may need."""
+    outcomes: list[Outcome] = []
+    choices: list[Subject] = []
+    for own in values:
+        count = sum(outcome.kind != "fails" for outcome in outcomes)
+        if count == _most(name, own[name]):
+            break
+        outcome, subject = _judged(model_type, base, own, name)
+        if outcome.kind != "unchanged":
+            outcomes.append(outcome)
+        if subject is not None and outcome.kind == "equal" and len(choices) < 2 and _is_choice(own[name]):
+            choices.append(subject)
+    return outcomes, choices
+
+
+def _choices(model_type: str, name: str, values: list[dict[str, Any]], base: Subject) -> list[Subject]:
+    """The choices among the values of a setting that is not run over ranks."""
+    found: list[Subject] = []
+    for own in values:
+        if len(found) < 2 and _is_choice(own[name]):
+            with contextlib.suppress(Exception):
+                subject = Subject(model_type, own, base.weights)
+                found += [] if subject.is_like(base) else [subject]
+    return found
 
 
 def judge(model_type: str, own: dict[str, Any]) -> Outcome:
@@ -188,9 +190,9 @@ def _judged(model_type: str, base: Subject, own: dict[str, Any], name: str) -> t
     """Judge the setting ``name`` of ``own`` if it changes what ``base`` computes."""
     outcome = functools.partial(Outcome, model_type, name, own)
     try:
-        config = families.built(model_type, **own)[0]
+        config = families.tiny_config(base.config.model_type, **own)
         others = {each for each, x in config.to_dict().items() if x != base.config.to_dict().get(each)} - {name}
-        if name not in base.read and not others & base.read:
+        if name not in base.read and not others & base.read.keys():
             return outcome("unchanged"), None
         subject = Subject(model_type, own, base.weights)
     except Exception as error:
@@ -245,62 +247,20 @@ def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and the gradients in the model, of one process that runs each document alone; the packed batch."""
     ids, pieces = families.batch()["input_ids"], list(itertools.pairwise(DOCUMENTS))
     alone.zero_grad()
-    logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
+    with families.dtype_of_scores(alone.config.model_type):
+        logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
     loss = F.cross_entropy(torch.cat(logits), torch.cat([ids[:, a + 1 : b].flatten() for a, b in pieces]))
     loss.backward()
     positions = torch.cat([torch.arange(b - a) for a, b in pieces]).repeat(2, 1)
     return loss.item(), {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
-def page(outcomes: list[Outcome], date: str) -> str:
-    """The section of docs/models.md about settings."""
-    ran = [outcome for outcome in outcomes if outcome.kind in ("equal", "refused", *BAD)]
-    counts = Counter(outcome.kind for outcome in ran)
-    types = {outcome.model_type for outcome in ran}
-    settings = len({(outcome.model_type, outcome.name) for outcome in ran})
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
-    lines = [
-        f"{date}, {versions}: {len(ran)} values of {settings} settings, of {len(types)} of the "
-        f"{len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} model types. **Equal**: {counts['equal']}. **Refused** by "
-        f"`hf.parallelize`: {counts['refused']}. Refused although the type is equal above:",
-        "",
-        "| setting | model types | reason |",
-        "|---|---|---|",
-    ]
-    base = {outcome.model_type for outcome in ran if outcome.kind == "equal"}
-    kept = [outcome for outcome in ran if outcome.model_type in base]
-    lines += [f"| {what} | {names} | {why} |" for what, names, why in _rows(kept, ("refused",))]
-    lines += ["", "**Exceptions**:", ""]
-    lines += [f"- {what} ({names}): {why}" for what, names, why in _rows(ran, BAD)] or ["None."]
-    return "\n".join(lines)
-
-
-def _rows(outcomes: list[Outcome], kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """(settings, model types, reason), one row for each reason."""
-    found: dict[str, tuple[set[str], set[str]]] = {}
-    for outcome in outcomes:
-        if outcome.kind in kinds:
-            why = families.OWNER.sub("", families.SUFFIX.sub("", outcome.text)).replace("|", "or")
-            shown, types = found.setdefault(why, (set(), set()))
-            shown.add(f"{outcome.name}={_short(outcome)}")
-            types.add(outcome.model_type)
-    rows = [
-        (", ".join(f"`{each}`" for each in sorted(shown)), sorted(types), why) for why, (shown, types) in found.items()
-    ]
-    return [
-        (shown, ", ".join(types) if len(types) <= LISTED else f"{len(types)} types", why) for shown, types, why in rows
-    ]
-
-
-def _short(outcome: Outcome) -> str:
-    """The value of a setting in a few words."""
-    value = outcome.own.get(outcome.name)
-    if isinstance(value, dict):
-        kinds = re.findall(r"'rope_type': '(\w+)'", str(value))
-        return next((each for each in kinds if each != "default"), "..." if kinds else str(value))
-    if isinstance(value, list):
-        return "/".join(dict.fromkeys(map(str, value)))
-    return str(value)
+def _with_end(model_type: str, only: set[str] | None, seen: dict[str, str]) -> Iterator[Outcome]:
+    """The outcomes of a type, and one that says it is done, with the digests of the code that it was judged by."""
+    yield from sweep(model_type, only, seen if only is None else {})
+    if only is None:
+        own = {str(n): code for n, (code, judged) in enumerate(seen.items()) if judged == model_type}
+        yield Outcome(model_type, "", own, "done")
 
 
 def main() -> int:
@@ -313,13 +273,12 @@ def main() -> int:
     torch.set_num_threads(1)
     log, only = arguments.log, {*arguments.setting} if arguments.setting else None
     known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
-    done = {outcome.model_type for outcome in known if outcome.kind == "done"}
+    done = {outcome.model_type: outcome.own for outcome in known if outcome.kind == "done"}
+    seen = {code: model_type for model_type, codes in done.items() for code in codes.values()}
     for model_type in arguments.model_type or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if model_type in done and only is None:
             continue
-        for outcome in itertools.chain(
-            sweep(model_type, only), [Outcome(model_type, "", {}, "done")][only is not None :]
-        ):
+        for outcome in _with_end(model_type, only, seen):
             known.append(outcome)
             print(outcome, flush=True)
             if log:

@@ -21,6 +21,7 @@ from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
 from burst_train.parallel import choose
 from burst_train.step.model import NextTokenModel
+from tests.support import vision_models
 from tests.support.hf_models import (
     HEADS,
     MODELS,
@@ -239,3 +240,9 @@ def test_a_head_that_something_was_added_to_is_refused(how):
         model.lm_head.forward = lambda x: x
     with pytest.raises(TypeError, match=r"lm_head has a (hook|replaced forward)"):
         hf.find_head(model)
+
+
+def test_a_model_that_takes_no_text_alone_is_refused_by_name():
+    """On transformers 5.23 the language model inside of it is refused first."""
+    with pytest.raises(ValueError, match=r"(Blip2|OPT)\w+ .*; its loss can't be computed over shards$"):
+        hf.find_form(vision_models.build("blip-2"))

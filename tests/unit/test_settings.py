@@ -23,6 +23,7 @@ TRICKY = [
     ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}, "layer_types of the"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic"} | TURNED, "max_position_embeddings": 16}, "rope_parameters"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"} | TURNED}, None),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window=0 of the configuration is below 1"),
     ("falcon", {"alibi": True}, "h.0.self_attention (FalconAttention) adds biases by distance"),
 ]
 
@@ -48,6 +49,18 @@ def test_a_setting_that_changes_nothing_is_not_run_over_ranks():
     with mock.patch.object(settings, "over_ranks", side_effect=AssertionError):
         assert settings.judge("llama", {"attention_dropout": 0.5}).kind == "unchanged"
         assert settings.judge("llama", {"num_attention_heads": 5}).kind == "fails"
+
+
+def test_a_setting_is_run_once_for_types_that_read_it_by_the_same_code():
+    seen = {}
+    assert [each.kind for each in settings.sweep("qwen2", {"hidden_act"}, seen)] == ["equal"]
+    (alike,) = settings.sweep("mistral", {"hidden_act"}, seen)
+    assert (alike.kind, alike.text) == ("alike", "qwen2")
+    assert [each.kind for each in settings.sweep("glm4", {"hidden_act"}, seen)] == ["equal"], "its MLP is another"
+    seen = {}
+    with mock.patch.object(settings, "over_ranks", return_value=("different", "loss by 1")):
+        outcomes = [*settings.sweep("qwen2", {"hidden_act"}, seen)]
+    assert [each.kind for each in outcomes] == ["different"] and not seen, "a wrong one runs in each type"
 
 
 def test_values_come_from_the_class_and_from_its_modeling_file():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from burst_attention import cli
 from burst_attention.launch import local as launch
@@ -127,6 +127,15 @@ def folder(tmp_path):
     config = LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=48)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_model_that_only_one_rank_runs_is_sent_to_hf_parallelize(started, tmp_path, capsys, ranks):
+    BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=300).save_pretrained(tmp_path / "bloom")
+    assert started("--model", str(tmp_path / "bloom"), "--tokenizer", "bytes", "--ranks", ranks) == (2, [])
+    reported = capsys.readouterr().err
+    assert "(BloomAttention) adds biases by distance (ALiBi)" in reported
+    assert reported.endswith("; run it by hf.parallelize on one rank, where it sees the whole sequence\n")
 
 
 def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):

@@ -165,6 +165,7 @@ def _generate(arguments: GenerateArguments) -> None:
 
     from ..inference import ShardedCache, shard_weights
     from ..integrations import hf
+    from ..integrations.hf.untouched import reason_of
     from ..launch.join import join
 
     # Every rank would show a bar. Its lock is a semaphore, which a rank that Ctrl-C ends would leave behind.
@@ -172,6 +173,8 @@ def _generate(arguments: GenerateArguments) -> None:
     with join(device=arguments.device, timeout=arguments.timeout) as context:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        if (reason := reason_of(model)) is not None:  # also on one rank: the cache of this command is over ranks
+            raise launch.RefusedError(f"--model {arguments.model}: {reason}; call model.generate of transformers")
         if not arguments.shard_weights:
             model = model.to(context.device)
         hf.parallelize(model, context.everyone, timeout=arguments.timeout)

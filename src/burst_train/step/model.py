@@ -25,7 +25,7 @@ from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.checks import experts_for
-from burst_attention.integrations.hf.parts import check_random
+from burst_attention.integrations.hf.parts import ALONE, check_random
 from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.launch.join import CONTEXT, DATA, SHARDS
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -120,7 +120,9 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         if training:
             check_random(build_empty(config))
     except ValueError as error:
-        raise ValueError(f"--model {model!r}: {error}") from error
+        # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.
+        why = str(error).replace(ALONE, ALONE.replace("run it", "run it by hf.parallelize"))
+        raise ValueError(f"--model {model!r}: {why}") from error
     text = config.get_text_config(decoder=True)
     # The causal model of some whole models' configurations is their language model alone (Qwen3.5).
     return text if text is not config and type(build_empty(config).config) is type(text) else config

@@ -129,8 +129,14 @@ def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
     """Refuse a model that changes the logits of the language model inside of it."""
     name = next(name for name, child in model.named_children() if child is owner)
     twin = twin_of(model, {name: StandIn(owner, lambda *_, **__: Output(logits))})
-    with torch.no_grad():
-        out = twin.forward(input_ids=torch.zeros(1, logits.shape[1], dtype=torch.long, device=model.device))
+    try:
+        with torch.no_grad():
+            out = twin.forward(input_ids=torch.zeros(1, logits.shape[1], dtype=torch.long, device=model.device))
+    except Exception as error:
+        why = f"can't be called with input_ids alone ({type(error).__name__}: {error})"
+        raise ValueError(
+            f"{type(model).__name__} {why}, so what it does to the logits is unknown; {_NO_LOSS}"
+        ) from error
     if not torch.equal(out.logits, logits):
         raise ValueError(f"{type(model).__name__} changes the logits of its {name}; {_NO_LOSS}")
 

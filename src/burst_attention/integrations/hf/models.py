@@ -98,14 +98,10 @@ def check_layers(config: Any) -> None:
                     f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
                     f"{ALONE}"
                 )
-    listed = getattr(config, "layer_types", None)
-    used = getattr(config, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
-    windows = by_layer(config, "sliding_window", len(listed or [None])) if used else []
-    for kind, window in zip(listed or ["sliding_attention"] * len(windows), windows, strict=False):
-        if kind == "sliding_attention" and window is not None and window < 1:
-            raise ValueError(
-                f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none"
-            )
+    for reach in layer_windows(config) if hasattr(config, "num_hidden_layers") else ():
+        if isinstance(reach, int) and reach < 1:
+            name = "window_size" if hasattr(config, "window_size") else "sliding_window"
+            raise ValueError(f"{name}={reach} of the configuration is below 1; set at least 1, or null for none")
 
 
 def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:

@@ -24,7 +24,8 @@ def reason_of(model: Any) -> str | None:
     """Return why a model can't run on shards, or None if it can."""
     body = vision.text_of(model)
     try:
-        models.check_layers(model.config.get_text_config(decoder=True))
+        text = model.config.get_text_config(decoder=True)
+        models.check_layers(text)
         parts.check_structure(body)
         parts.check_exchanges(body)
         parts.check_attention_is_ours(body)
