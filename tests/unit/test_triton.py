@@ -167,7 +167,7 @@ def test_sizes_are_measured_only_when_asked_for(tmp_path, monkeypatch):
     q, _, v, _ = inputs(8, 8, 16, 16)
     tiles = Tiles(np.array(BANDS["causal"]))
     tuner = Tuner(Remembered("sizes.json", tmp_path))
-    assert tuner.sizes("forward", q, v, tiles) == fixed_sizes(16, 16, torch.float32)
+    assert tuner.sizes("forward", q, v, tiles) == fixed_sizes("forward", (16, 16), torch.float32, 0)
     tuner.measure_all(kernel_module.Triton(), q, v)
     later = Tuner(Remembered("sizes.json", tmp_path))
     assert tuner.sizes("forward", q, v, tiles) == later.sizes("forward", q, v, tiles) == Sizes(16, 16, 4, 7)
@@ -217,15 +217,15 @@ def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
     monkeypatch.setattr(kernel_module, "interpreted", lambda: False)
     monkeypatch.setattr(Tuner, "sizes", lambda *_: "measured")
     tiles = Tiles(np.array([[0, 8, 0, 8, 0, 7]]))
-    for asked, expected in ((False, "measured"), (True, fixed_sizes(16, 16, torch.float32))):
+    for asked, expected in ((False, "measured"), (True, fixed_sizes("forward", (16, 16), torch.float32, 0))):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
         assert kernel._sizes("forward", q, v, tiles) == expected
 
 
 def test_the_fixed_choice_is_among_the_candidates():
-    for width, dtype in itertools.product((16, 64, 96, 128, 256), (torch.float32, torch.bfloat16)):
-        fixed = fixed_sizes(width, width, dtype)
-        assert fixed in candidates(width, width, dtype) and min(fixed.m, fixed.n) >= 16
+    for width, dtype, major in itertools.product((16, 64, 96, 128, 256), (torch.float32, torch.bfloat16), (0, 9, 10)):
+        fixed = fixed_sizes("forward", (width, width), dtype, major)
+        assert fixed in candidates("forward", (width, width), dtype, major) and min(fixed.m, fixed.n) >= 16
 
 
 def test_kinds_of_tiles():
