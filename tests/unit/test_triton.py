@@ -78,6 +78,18 @@ def test_any_tile_in_blocks_of_any_size(seed):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
 
 
+def test_blocks_that_fill_the_tensors():
+    """64 rows and 64 columns: blocks load without bounds, also where several tiles meet one block."""
+    for table in ([(0, 61, 0, 59, -10, 60)], [(0, 20, 0, 20, 0, 19), (20, 61, 20, 59, -5, 40)]):
+        compare(table, 16, 24, torch.float32, batch=1, heads=(2, 1))
+
+
+def test_rows_that_lie_far_apart_are_copied():
+    near, far = (torch.empty(1, device="meta").as_strided((1, 2, 3, 16), (0, 16, n, 1)) for n in (2**20, 2**23))
+    assert kernel_module.in_reach(near) is near
+    assert kernel_module.in_reach(far).stride() == (96, 48, 16, 1)
+
+
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1)])
 def test_grouped_queries(heads):
     compare(BANDS["causal"], 16, 16, torch.float32, heads=heads, batch=1)

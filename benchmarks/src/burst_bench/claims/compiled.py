@@ -1,4 +1,4 @@
-"""What the compilers make of the Triton programs, for GPUs that may be absent.
+"""The Triton programs as compiled for GPUs that may be absent.
 
     burst bench compiled [--capabilities 90 100] [--head-dims 128 192x128] [--before OLD_PROGRAMS.py]
 
@@ -100,12 +100,8 @@ class Absent:
         return 0
 
 
-def loaded(file: Path | None) -> Any:
-    """Return the module of the programs: ours, or another version from a file."""
-    if file is None:
-        from burst_attention.kernels.triton import programs
-
-        return programs
+def loaded(file: Path) -> Any:
+    """Return another version of the programs."""
     spec = importlib.util.spec_from_file_location("other_programs", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -132,8 +128,8 @@ def compiled(
     def compile_only(program: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
         program = getattr(programs, name) if programs is not None else program
         started = processor_seconds()
-        if "EVEN" not in program.arg_names:  # an earlier version
-            at = arguments.index(TOKENS) + 1
+        if "EVEN" not in program.arg_names:  # an earlier version, without the other side's length
+            at = [type(x) for x in arguments].index(float) + 5
             arguments = (*arguments[:at], *arguments[at + 1 :])
             del constants["EVEN"]
         result = program.warmup(*arguments, grid=grid, **constants, **OPTIONS)
@@ -192,10 +188,13 @@ def _disassembled(cubin: bytes) -> tuple[int, int, str]:
 
 
 def loops(code: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield the (address, instruction) of every loop: from the target of a backward branch to the branch."""
+    """Yield the (address, instruction) of every loop: from the target of a conditional branch backward to the branch.
+
+    Waits for a barrier stand aside and come back unconditionally, which is no loop.
+    """
     lines = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.+?);", code, re.MULTILINE)]
     for at, text in lines:
-        if (target := _target(text)) is not None and target < at:
+        if text.startswith("@") and (target := _target(text)) is not None and target < at:
             yield [line for line in lines if target <= line[0] <= at]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -85,8 +86,7 @@ class Triton(Kernel):
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv): one program for dq, another for dk and dv."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        # Dense rows are loaded two at a time.
-        inputs = replace(inputs, lse=inputs.lse.contiguous(), delta=inputs.row_delta().contiguous())
+        inputs = replace(inputs, delta=inputs.row_delta())
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype if inputs.final else torch.float32, device=x.device) for x in (q, k, v)
         )
@@ -102,7 +102,10 @@ class Triton(Kernel):
         block = sizes.n if keys else sizes.m
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
-        tensors = (q, k, v, dout, inputs.lse, inputs.row_delta())
+        lse, delta = inputs.lse, inputs.row_delta()
+        if keys:  # it loads these in each step, dense numbers in pairs
+            lse, delta = (lse * math.log2(math.e)).contiguous(), delta.contiguous()
+        tensors = (q, k, v, dout, lse, delta)
         strides = [n for x in tensors for n in x.stride()[:3]]
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
         other, step = (q.shape[2], sizes.m) if keys else (k.shape[2], sizes.n)

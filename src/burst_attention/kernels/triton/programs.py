@@ -3,8 +3,9 @@
 Shapes: M query rows and N keys per block; D is the head dimension of q and k, E that of v. A tile is six integers
 (q_start, q_stop, k_start, k_stop, lo, hi). Row i sees column j, both counted from the tile's corner, if
 lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that intersect each block. Blocks inside a band run without a
-mask; blocks outside it are skipped. Scores are in base 2: ``sharp`` is the scale times log2(e). If CAPPED, ``sharp`` is
-scale / cap, and a score is cap tanh(sharp Q K').
+mask; blocks outside it are skipped. Blocks are aligned to the tensors, not to the tiles, and EVEN says that they fill
+them. A masked entry counts as 0, so a NaN in a row that it multiplies spreads over the block. Scores are in base 2:
+``sharp`` is the scale times log2(e). If CAPPED, ``sharp`` is scale / cap, and a score is cap tanh(sharp Q K').
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def forward(
             acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             top = highest
     some = total != 0  # NaN counts as nonzero
-    out = acc / tl.where(some, total, 1.0)[:, None]
+    out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)  # a masked NaN may be in acc
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
     start = Out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh
     where = start + rows.to(tl.int64)[:, None] * os + e[None, :]
@@ -199,7 +200,7 @@ def backward_keys(
 ):  # fmt: skip
     """Compute dK = scale dS' Q and dV = P' dO of a block of keys of one key-value head, over its query heads.
 
-    Here, ``heads`` and ``length`` are those of the keys. Products are transposed: rows are keys.
+    Here, ``heads`` and ``length`` are those of the keys, and ``Lse`` is in base 2. Products are transposed.
     """
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = block * N + tl.arange(0, N)
@@ -228,12 +229,8 @@ def backward_keys(
             end = q0 + tl.minimum(j + hi, rows - 1)
             begin = first // M * M
             start = begin.to(tl.int64)
-            q_next, dout_next, lse_next, delta_next = (
-                Q_h + start * qs,
-                dOut_h + start * os,
-                Lse_h + start * ls,
-                Delta_h + start * es,
-            )
+            q_next, dout_next = Q_h + start * qs, dOut_h + start * os
+            lse_next, delta_next = Lse_h + start * ls, Delta_h + start * es
             for i0 in range(begin, stop, M):
                 i = i0 + m
                 q = _block(q_next, q_at, i, q_length, d, D, BLOCK_D, EVEN)
@@ -243,8 +240,7 @@ def backward_keys(
                 if CAPPED:
                     part = _tanh(scores)
                     scores, slope = part * (cap * LOG2_E), 1.0 - part * part
-                lse = _numbers_of(lse_next, m * ls, i, q_length, EVEN) * LOG2_E
-                p = tl.exp2(scores - lse[None, :])
+                p = tl.exp2(scores - _numbers_of(lse_next, m * ls, i, q_length, EVEN)[None, :])
                 dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
                 ds = p * (dp - _numbers_of(delta_next, m * es, i, q_length, EVEN)[None, :]) * slope
                 if (i0 < seen) | (i0 + M > unseen):

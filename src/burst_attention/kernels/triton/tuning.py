@@ -33,11 +33,20 @@ class Sizes(NamedTuple):
 _FIXED = {
     9: {
         "forward": {64: Sizes(128, 128, 8, 2), 128: Sizes(128, 128, 8, 2), 256: Sizes(128, 64, 8, 2)},
-        "backward_queries": {64: Sizes(128, 128, 8, 2), 128: Sizes(128, 128, 8, 2), 256: Sizes(64, 64, 8, 1)},
+        "backward_queries": {64: Sizes(128, 128, 8, 2), 128: Sizes(128, 128, 8, 2), 256: Sizes(128, 32, 8, 2)},
         "backward_keys": {64: Sizes(64, 128, 8, 2), 128: Sizes(64, 128, 8, 2), 256: Sizes(32, 64, 8, 2)},
     },
+    10: {
+        "forward": {64: Sizes(128, 128, 8, 2), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 64, 8, 1)},
+        "backward_queries": {
+            64: Sizes(128, 64, 8, 2),
+            96: Sizes(64, 64, 8, 2),
+            128: Sizes(128, 64, 8, 2),
+            256: Sizes(128, 64, 8, 1),
+        },
+        "backward_keys": {64: Sizes(64, 128, 8, 2), 128: Sizes(64, 64, 8, 2), 256: Sizes(64, 64, 8, 1)},
+    },
 }
-_FIXED[10] = _FIXED[9]
 
 
 def fixed_sizes(program: str, widths: tuple[int, int], dtype: torch.dtype, major: int) -> Sizes:
