@@ -45,7 +45,7 @@ COLUMNS = ("program", "sm", "D", "rows x keys", "warps", "stages", "registers", 
 LEGEND = {
     "stack": "bytes a thread, spilled registers included",
     "shared": "KiB a block",
-    "inner": "instructions of a warp in the innermost loop with products; the shortest such loop is the unmasked one",
+    "inner": "instructions that a warp issues in a step of the inner loop that needs no mask",
     "per product": "those of all warps, for each 64 x 64 x 16 product",
     "s": "processor seconds to compile, tools included",
 }
@@ -77,7 +77,8 @@ class Compiled:
         size = (f"{m} x {n}", warps, stages, self.registers, self.stack, f"{self.shared / 1024:.0f}")
         place = (self.name, f"{self.capability}", f"{self.dims[0]}, {self.dims[1]}")
         cells = dict(zip(COLUMNS, (*place, *size, *self.counts.values()), strict=True))
-        cells |= {"inner": self.inner, "per product": f"{self.per_product:.0f}", "s": f"{self.seconds:.1f}"}
+        per = f"{self.per_product:.0f}" if self.inner else "-"
+        cells |= {"inner": self.inner or "-", "per product": per, "s": f"{self.seconds:.1f}"}
         return {name: str(cell) for name, cell in cells.items()}
 
 
