@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ from burst_attention.plan.tile import Tile, Tiles
 
 from ..arguments import WrittenArguments, asked
 
-PROGRAMS = ("forward", "backward_queries", "backward_keys")
+Program = Literal["forward", "backward_queries", "backward_keys"]
+PROGRAMS: tuple[Program, ...] = ("forward", "backward_queries", "backward_keys")
 TOKENS, HEADS = 16384, 16
 UNIT = 64 * 64 * 16  # multiply-adds of the smallest warp group instruction on half precision
 PRODUCT = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA)")
@@ -45,7 +47,8 @@ COLUMNS = ("program", "sm", "D", "rows x keys", "warps", "stages", "registers", 
 LEGEND = {
     "stack": "bytes a thread, spilled registers included",
     "shared": "KiB a block",
-    "inner": "instructions that a warp issues in a step of the inner loop that needs no mask",
+    "inner": "instructions that a warp issues in a step of the inner loop that needs no mask; on sm_100 a part is of one "
+    "warp only, which starts the products",
     "per product": "those of all warps, for each 64 x 64 x 16 product",
     "s": "processor seconds to compile, tools included",
 }
@@ -69,16 +72,15 @@ class Compiled:
 
     @property
     def per_product(self) -> float:
-        """Return the instructions that all warps issue for each unit of products."""
-        return self.inner * self.sizes[2] / self.products
+        """Return the instructions that all warps issue for each unit of products; NaN where no loop was found."""
+        return self.inner * self.sizes[2] / self.products if self.inner else math.nan
 
     def row(self) -> dict[str, str]:
         m, n, warps, stages = self.sizes
         size = (f"{m} x {n}", warps, stages, self.registers, self.stack, f"{self.shared / 1024:.0f}")
         place = (self.name, f"{self.capability}", f"{self.dims[0]}, {self.dims[1]}")
         cells = dict(zip(COLUMNS, (*place, *size, *self.counts.values()), strict=True))
-        per = f"{self.per_product:.0f}" if self.inner else "-"
-        cells |= {"inner": self.inner or "-", "per product": per, "s": f"{self.seconds:.1f}"}
+        cells |= {"inner": self.inner, "per product": f"{self.per_product:.0f}", "s": f"{self.seconds:.1f}"}
         return {name: str(cell) for name, cell in cells.items()}
 
 
@@ -228,8 +230,8 @@ class CompiledArguments(WrittenArguments):
     """Compute capabilities times 10."""
     head_dims: tuple[str, ...] = ("64", "96", "128", "192x128", "256")
     """D, or D and that of the values."""
-    programs: tuple[str, ...] = PROGRAMS
-    before: Path | None = None
+    programs: tuple[Program, ...] = PROGRAMS
+    before: str | None = None
     """A programs.py of an earlier version, to compile beside ours."""
     before_sizes: tuple[int, int, int, int] = (64, 64, 4, 2)
     """Its query rows, keys, warps and stages."""
@@ -249,7 +251,7 @@ def main(arguments: list[str]) -> None:
 
     if interpreted():
         raise SystemExit("burst bench compiled: Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
-    before = None if a.before is None else loaded(a.before)
+    before = None if a.before is None else loaded(Path(a.before))
     rows, ratios = [], []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # a cached program would take no time
