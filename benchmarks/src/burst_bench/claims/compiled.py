@@ -47,8 +47,7 @@ COLUMNS = ("program", "sm", "D", "rows x keys", "warps", "stages", "registers", 
 LEGEND = {
     "stack": "bytes a thread, spilled registers included",
     "shared": "KiB a block",
-    "inner": "instructions that a warp issues in a step of the inner loop that needs no mask; on sm_100 a part is of one "
-    "warp only, which starts the products",
+    "inner": "instructions of a step of the inner loop without a mask; on sm_100 a part is of the warp that starts products",
     "per product": "those of all warps, for each 64 x 64 x 16 product",
     "s": "processor seconds to compile, tools included",
 }
