@@ -47,7 +47,7 @@ COLUMNS = ("program", "sm", "D", "rows x keys", "warps", "stages", "registers", 
 LEGEND = {
     "stack": "bytes a thread, spilled registers included",
     "shared": "KiB a block",
-    "inner": "instructions of a step of the inner loop without a mask; on sm_100 a part is of the warp that starts products",
+    "inner": "instructions of an unmasked step of the inner loop; on sm_100 one warp alone issues some of them",
     "per product": "those of all warps, for each 64 x 64 x 16 product",
     "s": "processor seconds to compile, tools included",
 }
