@@ -92,7 +92,7 @@ def kind_of(tiles: Tiles) -> str:
 class Tuner:
     """Measures sizes on representative tensors; remembers the fastest in a file."""
 
-    file: Remembered = field(default_factory=lambda: Remembered("triton-sizes.json"))
+    file: Remembered = field(default_factory=lambda: Remembered("triton-sizes-2.json"))  # of the second programs
     known: dict[str, Sizes] | None = None  # None before the file is read
 
     def sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
