@@ -21,7 +21,7 @@ from burst_attention.kernels.triton.kernel import OPTIONS
 settings = {"80": (80, "fp16", True, True), "90": (90, "bf16", False, False)}
 capability, io, carry, capped = settings[sys.argv[1]]
 constants = {"D": 72, "E": 64, "BLOCK_D": 128, "BLOCK_E": 64, "M": 64, "N": 32, "CARRY": carry, "CAPPED": capped}
-constants["EVEN"] = False
+constants |= {"EVEN": False, "SAME": False}
 constants["PRECISION"] = "ieee" if io == "fp32" else "tf32"
 types = dict.fromkeys(("Q", "K", "V", "dOut"), f"*{io}") | dict.fromkeys(("Tiles", "Offsets", "Ids"), "*i64")
 types |= dict.fromkeys(("Out", "Lse", "Delta", "dQ", "dK", "dV"), "*fp32") | {"scale": "fp32", "cap": "fp32"}

@@ -131,9 +131,10 @@ def compiled(
         program = getattr(programs, name) if programs is not None else program
         started = processor_seconds()
         if "EVEN" not in program.arg_names:  # an earlier version, without the other side's length
+            known = {*program.arg_names, "num_warps", "num_stages"}
             at = [type(x) for x in arguments].index(float) + 5
             arguments = (*arguments[:at], *arguments[at + 1 :])
-            del constants["EVEN"]
+            constants = {label: value for label, value in constants.items() if label in known}
         result = program.warmup(*arguments, grid=grid, **constants, **OPTIONS)
         made.append((result, processor_seconds() - started))
 

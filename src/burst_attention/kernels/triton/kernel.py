@@ -111,7 +111,7 @@ class Triton(Kernel):
         other, step = (q.shape[2], sizes.m) if keys else (k.shape[2], sizes.n)
         counts = (heads, q.shape[1] // k.shape[1], length, other)
         program = programs.backward_keys if keys else programs.backward_queries
-        fixed = {"CAPPED": self.softcap is not None, "EVEN": other % step == 0}
+        fixed = {"CAPPED": self.softcap is not None, "EVEN": other % step == 0} | ({} if keys else {"SAME": same(k, v)})
         grid = grid_of(length, block, batch, heads)
         fixed |= constants(q, v, sizes)
         self.launch(program, grid, *tensors, *outputs, *tail, *counts, *strides, **fixed)
@@ -135,6 +135,7 @@ class Triton(Kernel):
         counts = (heads, heads // k.shape[1], length, k.shape[2])
         grid = grid_of(length, sizes.m, batch, heads)
         fixed = {"CARRY": carry, "CAPPED": self.softcap is not None, "EVEN": k.shape[2] % sizes.n == 0}
+        fixed["SAME"] = same(k, v)
         fixed |= constants(q, v, sizes)
         self.launch(programs.forward, grid, q, k, v, *outputs, *tail, *counts, *strides, **fixed)
 
@@ -178,6 +179,11 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
     grid = grid_of(length, CARRY_ROWS, batch, heads)
     _launch(programs.carry, grid, dout, delta, out, heads, length, *strides, most, **sizes)
     return out
+
+
+def same(k: Tensor, v: Tensor) -> bool:
+    """Return whether one set of offsets serves blocks of both."""
+    return k.stride(2) == v.stride(2) and power_of_two(k.shape[3]) == power_of_two(v.shape[3])
 
 
 def in_reach(x: Tensor) -> Tensor:

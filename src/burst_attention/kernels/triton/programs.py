@@ -3,9 +3,10 @@
 Shapes: M query rows and N keys per block; D is the head dimension of q and k, E that of v. A tile is six integers
 (q_start, q_stop, k_start, k_stop, lo, hi). Row i sees column j, both counted from the tile's corner, if
 lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that intersect each block. Blocks inside a band run without a
-mask; blocks outside it are skipped. Blocks are aligned to the tensors, not to the tiles, and EVEN says that they fill
-them. A masked entry counts as 0, so a NaN in a row that it multiplies spreads over the block. Scores are in base 2:
-``sharp`` is the scale times log2(e). If CAPPED, ``sharp`` is scale / cap, and a score is cap tanh(sharp Q K').
+mask; blocks outside it are skipped. Blocks are aligned to the tensors, not to the tiles. EVEN: they fill the tensors.
+SAME: rows of k and v lie equally far apart and are padded to one width. A masked entry counts as 0, so a NaN in a row
+that it multiplies spreads over the block. Scores are in base 2: ``sharp`` is the scale times log2(e). If CAPPED,
+``sharp`` is scale / cap, and a score is cap tanh(sharp Q K').
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def forward(
     Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, cap, heads, group, length, k_length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CARRY: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr, CARRY: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute (out, lse) of one block of query rows of one head: arXiv 2307.08691, algorithm 1.
 
@@ -97,7 +98,8 @@ def forward(
         total = tl.where(top == float("-inf"), 0.0, 1.0)
     K += batch.to(tl.int64) * kb + (head // group).to(tl.int64) * kh
     V += batch.to(tl.int64) * vb + (head // group).to(tl.int64) * vh
-    k_at, v_at = n[:, None] * ks + d[None, :], n[:, None] * vs + e[None, :]
+    k_at = n[:, None] * ks + d[None, :]
+    v_at = k_at if SAME else n[:, None] * vs + e[None, :]  # fewer registers
     for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
         q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, t)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
@@ -142,7 +144,8 @@ def backward_queries(
     Q, K, V, dOut, Lse, Delta, dQ, Tiles, Offsets, Ids, scale, cap, heads, group, length, k_length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ = scale dS K of one block of query rows of one head, in the tiles' order and without atomics.
 
@@ -160,7 +163,8 @@ def backward_queries(
     sharp = scale / cap if CAPPED else scale * LOG2_E
     K += batch.to(tl.int64) * kb + (head // group).to(tl.int64) * kh
     V += batch.to(tl.int64) * vb + (head // group).to(tl.int64) * vh
-    k_at, v_at = n[:, None] * ks + d[None, :], n[:, None] * vs + e[None, :]
+    k_at = n[:, None] * ks + d[None, :]
+    v_at = k_at if SAME else n[:, None] * vs + e[None, :]  # fewer registers
     for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
         q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, t)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
