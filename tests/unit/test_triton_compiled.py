@@ -64,12 +64,13 @@ def figures(tmp_path, *flags: str) -> list[dict[str, str]]:
     ("capability", "flags"),
     [
         ("90", ("--head-dims", "128", "--programs", "backward_keys")),
+        ("90", ("--head-dims", "128", "--programs", "backward_keys", "--tokens", "16383")),
         pytest.param("90", (), marks=pytest.mark.long),
         pytest.param("100", (), marks=pytest.mark.long),
     ],
 )
 def test_programs_fit_the_gpu(tmp_path, capability, flags) -> None:
-    """For head dimensions 64, 96, 128, (192, 128) and 256."""
+    """For head dimensions 64, 96, 128, (192, 128) and 256, and for a length that no block divides."""
     rows = figures(tmp_path, "--capabilities", capability, *flags)
     assert len(rows) == (1 if flags else 15)
     unit = {"90": "wgmma", "100": "tcgen05"}[capability]
@@ -77,7 +78,7 @@ def test_programs_fit_the_gpu(tmp_path, capability, flags) -> None:
         assert int(row[unit]) > 0 and int(row["mma.sync"]) == 0, row
         assert int(row["stack"]) <= 128 and float(row["shared"]) <= 227, row
         if capability == "90" and row["D"] == "128, 128" and row["program"] != "forward":
-            assert int(row["stack"]) == 0 and float(row["per product"]) <= 55, row
+            assert int(row["stack"]) <= (8 if "--tokens" in flags else 0) and float(row["per product"]) <= 55, row
 
 
 SASS = """

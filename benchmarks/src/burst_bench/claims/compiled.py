@@ -116,7 +116,8 @@ def compiled(
     capability: int,
     dims: tuple[int, int],
     sizes: tuple[int, int, int, int],
-    dtype: torch.dtype = torch.bfloat16,
+    *,
+    tokens: int = TOKENS,
     programs: Any = None,
 ) -> Compiled:
     """Compile the program ``name`` for ``capability`` (90 or 100) and head dimensions (D, E), with Triton's cache."""
@@ -139,9 +140,9 @@ def compiled(
         made.append((result, processor_seconds() - started))
 
     kernel, size = Triton(launch=compile_only), Sizes(*sizes)
-    q, k, v, dout = (_tensor(dim, dtype) for dim in (dims[0], *dims, dims[1]))
-    tiles = Tiles(np.array([Tile(0, TOKENS, 0, TOKENS, 0, TOKENS - 1)]))
-    lse, delta = (torch.empty(1, HEADS, TOKENS, device="meta") for _ in range(2))
+    q, k, v, dout = (_tensor(tokens, dim) for dim in (dims[0], *dims, dims[1]))
+    tiles = Tiles(np.array([Tile(0, tokens, 0, tokens, 0, tokens - 1)]))
+    lse, delta = (torch.empty(1, HEADS, tokens, device="meta") for _ in range(2))
     driver.set_active(Absent(capability))
     try:
         if name == "forward":
@@ -168,9 +169,9 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def _tensor(dim: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor without data [1, HEADS, TOKENS, dim], laid out as models have it."""
-    return torch.empty(1, TOKENS, HEADS, dim, dtype=dtype, device="meta").transpose(1, 2)
+def _tensor(tokens: int, dim: int) -> Tensor:
+    """Return a tensor without data [1, HEADS, tokens, dim], laid out as models have it."""
+    return torch.empty(1, tokens, HEADS, dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
 
 
 def _disassembled(cubin: bytes) -> tuple[int, int, str]:
@@ -230,6 +231,8 @@ class CompiledArguments(WrittenArguments):
     """Compute capabilities times 10."""
     head_dims: tuple[str, ...] = ("64", "96", "128", "192x128", "256")
     """D, or D and that of the values."""
+    tokens: int = TOKENS
+    """Loads check bounds unless this is a multiple of the blocks."""
     programs: tuple[Program, ...] = PROGRAMS
     before: str | None = None
     """A programs.py of an earlier version, to compile beside ours."""
@@ -257,14 +260,14 @@ def main(arguments: list[str]) -> None:
         os.environ["TRITON_CACHE_DIR"] = folder  # a cached program would take no time
         for capability, dims, name in itertools.product(a.capabilities, a.dims(), a.programs):
             sizes = fixed_sizes(name, dims, torch.bfloat16, capability // 10)
-            now = compiled(name, capability, dims, sizes)
+            now = compiled(name, capability, dims, sizes, tokens=a.tokens)
             rows.append(now.row())
             if before is not None:
-                past = compiled(name, capability, dims, a.before_sizes, programs=before)
+                past = compiled(name, capability, dims, a.before_sizes, tokens=a.tokens, programs=before)
                 rows.append(past.row() | {"program": f"{name}, before"})
                 ratios.append(compared(now, past))
     console = console_of_tables()
-    console.print(f"Triton {triton.__version__}; bf16, {TOKENS:,} tokens, {HEADS} heads", highlight=False)
+    console.print(f"Triton {triton.__version__}; bf16, {a.tokens:,} tokens, {HEADS} heads", highlight=False)
     tables = {"programs": rows} | ({"now / before": ratios} if ratios else {})
     for title, table in tables.items():
         print_table(console, table, title=title, legend=LEGEND, keys=3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...plan.tile import Tiles
 from ..contract import WIDEST, BackwardInputs, Kernel, blank_output, check_width, on_device_of
@@ -103,8 +104,8 @@ class Triton(Kernel):
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
         lse, delta = inputs.lse, inputs.row_delta()
-        if keys:  # it loads these in each step, dense numbers in pairs
-            lse, delta = (lse * math.log2(math.e)).contiguous(), delta.contiguous()
+        if keys:  # it loads these in each step
+            lse, delta = filled(lse * math.log2(math.e), sizes.m), filled(delta, sizes.m)
         tensors = (q, k, v, dout, lse, delta)
         strides = [n for x in tensors for n in x.stride()[:3]]
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
@@ -179,6 +180,12 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
     grid = grid_of(length, CARRY_ROWS, batch, heads)
     _launch(programs.carry, grid, dout, delta, out, heads, length, *strides, most, **sizes)
     return out
+
+
+def filled(x: Tensor, block: int) -> Tensor:
+    """Return ``x`` [B, H, rows] dense, with zeros up to a whole ``block`` of rows: loads then need no bounds."""
+    missing = -x.shape[2] % block
+    return (pad(x, (0, missing)) if missing else x).contiguous()
 
 
 def same(k: Tensor, v: Tensor) -> bool:

@@ -65,12 +65,6 @@ def _block(Base, within, at, length, dims, DIM: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _numbers_of(Base, within, at, length, EVEN: tl.constexpr):
-    """Load [rows] as :func:`_block` does."""
-    return tl.load(Base + within) if EVEN else tl.load(Base + within, mask=at < length, other=0.0)
-
-
-@triton.jit
 def forward(
     Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, cap, heads, group, length, k_length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls,
@@ -204,7 +198,8 @@ def backward_keys(
 ):  # fmt: skip
     """Compute dK = scale dS' Q and dV = P' dO of a block of keys of one key-value head, over its query heads.
 
-    Here, ``heads`` and ``length`` are those of the keys, and ``Lse`` is in base 2. Products are transposed.
+    Here, ``heads`` and ``length`` are those of the keys. ``Lse`` is in base 2; it and ``Delta`` fill their last block.
+    Products are transposed.
     """
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = block * N + tl.arange(0, N)
@@ -244,9 +239,9 @@ def backward_keys(
                 if CAPPED:
                     part = _tanh(scores)
                     scores, slope = part * (cap * LOG2_E), 1.0 - part * part
-                p = tl.exp2(scores - _numbers_of(lse_next, m * ls, i, q_length, EVEN)[None, :])
+                p = tl.exp2(scores - tl.load(lse_next + m * ls)[None, :])
                 dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-                ds = p * (dp - _numbers_of(delta_next, m * es, i, q_length, EVEN)[None, :]) * slope
+                ds = p * (dp - tl.load(delta_next + m * es)[None, :]) * slope
                 if (i0 < seen) | (i0 + M > unseen):
                     shown = (i[None, :] >= top[:, None]) & (i[None, :] <= end[:, None])
                     p, ds = tl.where(shown, p, 0.0), tl.where(shown, ds, 0.0)
