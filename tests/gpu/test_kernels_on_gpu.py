@@ -12,7 +12,7 @@ from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.prove import Remembered, check_against_reference
-from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
+from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates, fixed_key
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check, local_world
@@ -100,7 +100,7 @@ def test_every_size_that_is_measured_gives_the_same(tmp_path):
     kernel, tuner = chosen("triton", torch.bfloat16), Tuner(Remembered("sizes.json", tmp_path))
     q, _, v, _ = inputs(256, 256, 64, 64, torch.bfloat16, device="cuda")
     for program in ("forward", "backward_queries", "backward_keys"):
-        trial, sizes = Trial(kernel, program, q, v, "banded", 1000), candidates(64, 64, torch.bfloat16)
+        trial, sizes = Trial(kernel, program, q, v, "banded", 1000), candidates(*fixed_key(program, q, v))
         right, run = trial.results(sizes[0]), 1
         for each in sizes[1:]:
             try:

@@ -41,7 +41,7 @@ def test_each_measurement_has_help(program: str, capsys: pytest.CaptureFixture[s
 
 def test_an_unknown_measurement_is_answered_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["speed"]) == 2
-    assert "the task is speed; give one of attention, train, prefill, cost-model, " in capsys.readouterr().err
+    assert "the task is speed; give one of attention, train, prefill, compiled, cost-model, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

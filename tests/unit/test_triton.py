@@ -78,6 +78,18 @@ def test_any_tile_in_blocks_of_any_size(seed):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
 
 
+def test_blocks_that_fill_the_tensors():
+    """64 rows and 64 columns: blocks load without bounds, also where several tiles meet one block."""
+    for table in ([(0, 61, 0, 59, -10, 60)], [(0, 20, 0, 20, 0, 19), (20, 61, 20, 59, -5, 40)]):
+        compare(table, 16, 24, torch.float32, batch=1, heads=(2, 1))
+
+
+def test_rows_that_lie_far_apart_are_copied():
+    near, far = (torch.empty(1, device="meta").as_strided((1, 2, 3, 16), (0, 16, n, 1)) for n in (2**20, 2**23))
+    assert kernel_module.in_reach(near) is near
+    assert kernel_module.in_reach(far).stride() == (96, 48, 16, 1)
+
+
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1)])
 def test_grouped_queries(heads):
     compare(BANDS["causal"], 16, 16, torch.float32, heads=heads, batch=1)
@@ -167,7 +179,7 @@ def test_sizes_are_measured_only_when_asked_for(tmp_path, monkeypatch):
     q, _, v, _ = inputs(8, 8, 16, 16)
     tiles = Tiles(np.array(BANDS["causal"]))
     tuner = Tuner(Remembered("sizes.json", tmp_path))
-    assert tuner.sizes("forward", q, v, tiles) == fixed_sizes(16, 16, torch.float32)
+    assert tuner.sizes("forward", q, v, tiles) == fixed_sizes("forward", (16, 16), torch.float32, 0)
     tuner.measure_all(kernel_module.Triton(), q, v)
     later = Tuner(Remembered("sizes.json", tmp_path))
     assert tuner.sizes("forward", q, v, tiles) == later.sizes("forward", q, v, tiles) == Sizes(16, 16, 4, 7)
@@ -217,15 +229,15 @@ def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
     monkeypatch.setattr(kernel_module, "interpreted", lambda: False)
     monkeypatch.setattr(Tuner, "sizes", lambda *_: "measured")
     tiles = Tiles(np.array([[0, 8, 0, 8, 0, 7]]))
-    for asked, expected in ((False, "measured"), (True, fixed_sizes(16, 16, torch.float32))):
+    for asked, expected in ((False, "measured"), (True, fixed_sizes("forward", (16, 16), torch.float32, 0))):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
         assert kernel._sizes("forward", q, v, tiles) == expected
 
 
 def test_the_fixed_choice_is_among_the_candidates():
-    for width, dtype in itertools.product((16, 64, 96, 128, 256), (torch.float32, torch.bfloat16)):
-        fixed = fixed_sizes(width, width, dtype)
-        assert fixed in candidates(width, width, dtype) and min(fixed.m, fixed.n) >= 16
+    for width, dtype, major in itertools.product((16, 64, 96, 128, 256), (torch.float32, torch.bfloat16), (0, 9, 10)):
+        fixed = fixed_sizes("forward", (width, width), dtype, major)
+        assert fixed in candidates("forward", (width, width), dtype, major) and min(fixed.m, fixed.n) >= 16
 
 
 def test_kinds_of_tiles():

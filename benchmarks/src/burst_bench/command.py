@@ -29,6 +29,7 @@ EVERY = ("auto", "burst", "ring", "zigzag-ring", "ulysses", "usp", "tensor", "te
 CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
+    "compiled": "claims.compiled",
     "cost-model": "claims.cost_model",
     "generate": "claims.generation",
     "gpu": "claims.gpu",

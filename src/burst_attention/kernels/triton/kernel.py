@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...plan.tile import Tiles
 from ..contract import WIDEST, BackwardInputs, Kernel, blank_output, check_width, on_device_of
 from . import programs
 from .blocks import BlockTables
-from .tuning import Sizes, Tuner, fixed_sizes
+from .tuning import Sizes, Tuner, fixed_key, fixed_sizes
 
 MOST_HEADS = 65535
+MOST_ROWS = 256  # of a block
 CARRY_ROWS = 32  # of a program that writes a surrogate output
 # Triton's interpreter has global state: the current program and a patched language, shared by all threads.
 _INTERPRETING = threading.Lock()
 # Triton 3.10 turns the fusion of multiply and add off by default, which makes kernels slower and rounds more often.
 OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _launch(program: Any, grid: tuple[int, int], first: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Launch a program on the device of its first argument. The interpreter runs one launch at a time."""
+    with on_device_of(first), _INTERPRETING if interpreted() else nullcontext():
+        program[grid](first, *arguments, **constants, **OPTIONS)
 
 
 @dataclass(eq=False)
@@ -37,6 +47,7 @@ class Triton(Kernel):
     softcap: float | None = None  # None for plain scores
     tables: BlockTables = field(default_factory=BlockTables)
     tuner: Tuner = field(default_factory=Tuner)
+    launch: Callable[..., None] = _launch  # (program, grid, *arguments, **constants)
 
     @property
     def name(self) -> str:
@@ -87,17 +98,24 @@ class Triton(Kernel):
 
     def run_backward(self, inputs: BackwardInputs, outputs: tuple[Tensor, ...], sizes: Sizes, *, keys: bool) -> None:
         """Write (dq), or with ``keys`` (dk, dv), to ``outputs``."""
-        q, k, v, tiles = inputs.q, inputs.k, inputs.v, inputs.tiles
+        q, k, v, dout = (in_reach(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        tiles = inputs.tiles
         block = sizes.n if keys else sizes.m
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
-        tensors = (q, k, v, inputs.dout, inputs.lse, inputs.row_delta())
+        lse, delta = inputs.lse, inputs.row_delta()
+        if keys:  # it loads these in each step
+            lse, delta = filled(lse * math.log2(math.e), sizes.m), filled(delta, sizes.m)
+        tensors = (q, k, v, dout, lse, delta)
         strides = [n for x in tensors for n in x.stride()[:3]]
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
-        counts = (heads, q.shape[1] // k.shape[1], length)
+        other, step = (q.shape[2], sizes.m) if keys else (k.shape[2], sizes.n)
+        counts = (heads, q.shape[1] // k.shape[1], length, other)
         program = programs.backward_keys if keys else programs.backward_queries
-        fixed = {"CAPPED": self.softcap is not None, **constants(q, v, sizes)}
-        _launch(program, grid_of(length, block, batch, heads), *tensors, *outputs, *tail, *counts, *strides, **fixed)
+        fixed = {"CAPPED": self.softcap is not None, "EVEN": other % step == 0} | ({} if keys else {"SAME": same(k, v)})
+        grid = grid_of(length, block, batch, heads)
+        fixed |= constants(q, v, sizes)
+        self.launch(program, grid, *tensors, *outputs, *tail, *counts, *strides, **fixed)
 
     def run_forward(
         self,
@@ -110,20 +128,22 @@ class Triton(Kernel):
         carry: bool = False,
     ) -> None:
         """Write fp32 (out, lse) of (q, k, v) to ``outputs``, or with ``carry`` extend them. Last dims are dense."""
-        q, k, v = inputs
+        q, k, v = (in_reach(x) for x in inputs)
         batch, heads, length = q.shape[:3]
         table = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
-        strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
+        strides = [n for x in (q, k, v, *outputs) for n in x.stride()[:3]]
         tail = (table.tiles, table.offsets, table.ids, scale, self.softcap or 1.0)
-        counts = (heads, heads // k.shape[1], length)
+        counts = (heads, heads // k.shape[1], length, k.shape[2])
         grid = grid_of(length, sizes.m, batch, heads)
-        fixed = {"CARRY": carry, "CAPPED": self.softcap is not None, **constants(q, v, sizes)}
-        _launch(programs.forward, grid, *inputs, *outputs, *tail, *counts, *strides, **fixed)
+        fixed = {"CARRY": carry, "CAPPED": self.softcap is not None, "EVEN": k.shape[2] % sizes.n == 0}
+        fixed["SAME"] = same(k, v)
+        fixed |= constants(q, v, sizes)
+        self.launch(programs.forward, grid, q, k, v, *outputs, *tail, *counts, *strides, **fixed)
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
         # Sizes fix the summation order, and measured sizes may differ between machines.
         if not self.tuned or interpreted() or torch.are_deterministic_algorithms_enabled():
-            return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
+            return fixed_sizes(*fixed_key(program, q, v))
         return self.tuner.sizes(program, q, v, tiles)
 
 
@@ -162,15 +182,25 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
+def filled(x: Tensor, block: int) -> Tensor:
+    """Return ``x`` [B, H, rows] dense, with zeros up to a whole ``block`` of rows: loads then need no bounds."""
+    missing = -x.shape[2] % block
+    return (pad(x, (0, missing)) if missing else x).contiguous()
+
+
+def same(k: Tensor, v: Tensor) -> bool:
+    """Return whether one set of offsets serves blocks of both."""
+    return k.stride(2) == v.stride(2) and power_of_two(k.shape[3]) == power_of_two(v.shape[3])
+
+
+def in_reach(x: Tensor) -> Tensor:
+    """Return ``x`` [B, H, rows, D], or a copy if its rows are too far apart for a block's 32-bit offsets."""
+    return x if x.stride(2) < 2**31 // MOST_ROWS else x.contiguous()
+
+
 def power_of_two(width: int) -> int:
     """Return the smallest power of two >= ``width`` and 32: Triton 3.6 compiles 16 wrongly beside 64 on H100."""
     return max(32, 1 << (width - 1).bit_length())
-
-
-def _launch(program: Any, grid: tuple[int, int], first: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch a program on the device of its first argument. The interpreter runs one launch at a time."""
-    with on_device_of(first), _INTERPRETING if interpreted() else nullcontext():
-        program[grid](first, *arguments, **constants, **OPTIONS)
 
 
 def interpreted() -> bool:
