@@ -281,10 +281,14 @@ def _compared(model_type, alone, expected, models, loss, logits):
 
 def worst_of(alone: Any, models: list[Any]) -> tuple[float, str]:
     """The largest difference of a gradient between the ranks' models and one process, and the parameter's name."""
-    gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
-    apart = apart_of(gradients, models)
-    worst = max(gradients, key=lambda name: apart[name])
+    apart = apart_of(gradients_of(alone), models)
+    worst = max(apart, key=lambda name: apart[name])
     return apart[worst], worst
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients that a model has, by parameter."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def apart_of(gradients: dict[str, torch.Tensor], models: list[Any]) -> dict[str, float]:

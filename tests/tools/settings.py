@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import stub_forward
 from burst_attention.testing import WorkerError, local_world
+from tests.support.conditioning import FACTOR, moved_copy
 from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 from tests.tools.families import BOUND, GRADIENT_BOUND, SEQLEN, WORLD, first_line, refusal
@@ -47,7 +48,7 @@ class Subject:
     """A model with some settings in one process: its results, and which settings were read."""
 
     def __init__(self, model_type: str, own: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
-        self.own = own
+        self.model_type, self.own = model_type, own
         self.config, parts = families.built(model_type, **own)
         if sum(parameter.numel() for parameter in parts.parameters()) > families.LARGEST:
             raise ValueError("larger than is run here")
@@ -211,10 +212,11 @@ def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
         with local_world(WORLD, timeout=60) as ranks:
             ranks.run(lambda group: hf.parallelize(models[group.rank()], group, **given) and None)
             spread = True
-            found = _stepped(ranks, subject.model, models, subject.expected.loss.item(), families.batch())
+            expected, again = subject.expected.loss.item(), functools.partial(families.one_process, subject.model_type)
+            found = _stepped(ranks, subject.model, models, expected, families.batch(), again)
             if found or not packed or not _can_be_packed(subject):
                 return ("different", found) if found else ("equal", "")
-            found = _stepped(ranks, subject.model, models, *_packed(subject.model))
+            found = _stepped(ranks, subject.model, models, *_packed(subject.model), _packed)
             return ("different", f"packed: {found}") if found else ("equal", "")
     except WorkerError as error:
         text = refusal(error)
@@ -223,8 +225,18 @@ def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
         return "error", first_line(next(each for each in error.errors.values() if each))
 
 
-def _stepped(ranks: Any, alone: Any, models: list[Any], expected: float, batch: dict[str, torch.Tensor]) -> str:
-    """Run a step over the ranks; return how far its loss or a gradient is off, or an empty string."""
+def _stepped(
+    ranks: Any,
+    alone: Any,
+    models: list[Any],
+    expected: float,
+    batch: dict[str, torch.Tensor],
+    again: Callable[[Any], Any],
+) -> str:
+    """Run a step over the ranks; return how far its loss or a gradient is off, or an empty string.
+
+    ``again`` makes a model's gradients in one process: where one is off, its own change tells what is rounding.
+    """
 
     def rank(group: Any) -> float:
         model = models[group.rank()]
@@ -234,8 +246,15 @@ def _stepped(ranks: Any, alone: Any, models: list[Any], expected: float, batch: 
         return loss.item()
 
     off = abs(ranks.run(rank)[0] / expected - 1)
-    apart, worst = families.worst_of(alone, models)
-    return "" if off <= BOUND and apart <= GRADIENT_BOUND else f"loss by {off:.0e}, {worst} by {apart:.0e}"
+    apart = families.apart_of(families.gradients_of(alone), models)
+    wrong = {name: apart[name] for name in apart if apart[name] > GRADIENT_BOUND}
+    if wrong:
+        again(moved := moved_copy(alone))
+        changes = families.apart_of(families.gradients_of(alone), [moved])
+        wrong = {name: x for name, x in wrong.items() if x > FACTOR * changes[name]}
+    worst = max(wrong, key=lambda name: wrong[name], default=None)
+    of_worst = "no gradient" if worst is None else f"{worst} by {wrong[worst]:.0e}"
+    return "" if off <= BOUND and not wrong else f"loss by {off:.0e}, {of_worst}"
 
 
 def _can_be_packed(subject: Subject) -> bool:
