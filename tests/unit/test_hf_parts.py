@@ -102,10 +102,39 @@ def test_a_harmless_name_does_not_hide_that_tokens_mix(forward, tmp_path):
         parts.check_structure(with_part(part).model)
 
 
-def remote_code(folder, name, forward):
+# What forward does that no reading of its names shows; the layer is then run.
+HIDDEN = [
+    "x * self.linear(x)[..., :1].squeeze(-1).softmax(-1)[..., None]",  # pools over tokens along a last dimension
+    "x * (F.one_hot(x[..., :4].argmax(-1), x.shape[-1]).cumsum(1) <= 4)",  # a capacity
+    "F.layer_norm(x, x.shape[1:])",
+    "x / x.shape[1]",
+    "x + self.linear.weight[: x.shape[1], : x.shape[2]]",  # positions counted from the shard's start
+    "getattr(x, 'cumsum')(1)",
+    "torch.einsum('bsd,btd,de->bse', x, x, self.linear.weight)",
+]
+
+
+@pytest.mark.parametrize("forward", HIDDEN)
+def test_remote_code_is_run_too(forward, tmp_path):
+    part = remote_code(tmp_path, "OwnMLP", forward)
+    with pytest.raises(ValueError, match=r"mlp\.1 \(OwnMLP\) was run on random tokens: results of a token depend on"):
+        parts.check_structure(with_part(part).model)
+
+
+@pytest.mark.parametrize(
+    ("first", "operation"),
+    [("import torch.nn.functional as G", "a name that it imports"), ("fn = torch.nn.functional", "a name of its own")],
+)
+def test_names_that_remote_code_gives_itself_are_not_followed(first, operation, tmp_path):
+    part = remote_code(tmp_path, "OwnMLP", "x", first=first)
+    with pytest.raises(ValueError, match=rf"\(OwnMLP\) is not known .*: it uses {operation}"):
+        parts.check_structure(with_part(part).model)
+
+
+def remote_code(folder, name, forward, *, first="pass"):
     """Return a module of a class that was loaded from a model's folder."""
     path = folder / "modeling_own.py"
-    path.write_text(SOURCE.format(name=name, width=WIDTH, forward=f"return {forward}"), "utf-8")
+    path.write_text(SOURCE.format(name=name, width=WIDTH, forward=f"{first}; return {forward}"), "utf-8")
     spec = importlib.util.spec_from_file_location("transformers_modules.of_somebody", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -165,7 +194,7 @@ class RemoteMLP(nn.Module):
         self.act = F.silu
 
     def forward(self, x):
-        gate, up = self.both(x).chunk(2, dim=-1)
+        gate, up = self.both(x).chunk(2, -1)
         return self.down(self.act(gate) * up)
 
 

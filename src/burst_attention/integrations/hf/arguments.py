@@ -179,9 +179,9 @@ def _check_indices(model: Any, rows: BatchRows) -> None:
     for name, (low, high) in found.items():
         size = tables.get(name)
         if size is not None and (low < 0 or high >= size):
+            remedy = "pass numbers of at least 0 (-100 is for labels alone)" if low < 0 else _REMEDY_OF_TABLE[name]
             raise ValueError(
-                f"{name} holds {low if low < 0 else high}, outside of the {size} rows of the model's table; "
-                f"{_REMEDY_OF_TABLE[name]}"
+                f"{name} holds {low if low < 0 else high}, outside of the {size} rows of the model's table; {remedy}"
             )
 
 

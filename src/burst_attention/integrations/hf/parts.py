@@ -136,19 +136,27 @@ def check_structure(model: nn.Module) -> None:
 
 
 def _check_measured(model: nn.Module) -> None:
-    """Refuse declared classes, and layers with a product of their own, if tokens depend on each other there."""
+    """Refuse declared classes, remote code, and layers with a product of their own, if tokens depend on each other."""
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
     measured: set[Any] = set()
     for name, module in model.named_modules():
-        declared = _is_declared(_definer(type(module)))
-        if not (declared or _is_measured(module)) or (key := token_measure.key(module)) in measured:
+        trusted = _is_declared(_definer(type(module))) or _is_remote(module)
+        if not (trusted or _is_measured(module)) or (key := token_measure.key(module)) in measured:
             continue
         measured.add(key)
         width = token_measure.width_of(module) or hidden
-        reason = token_measure.reason(module, width, dtype, trusted=declared) if isinstance(width, int) else None
+        reason = token_measure.reason(module, width, dtype, trusted=trusted) if isinstance(width, int) else None
         if reason:
             raise ValueError(f"{_shown(name, module)} {reason}, or {ALONE}")
+
+
+def _is_remote(module: nn.Module) -> bool:
+    """Return whether a part is remote code without an attention or a mixer. What reads its code can't prove all."""
+    home = _definer(type(module)).__module__
+    return _within(home, ["transformers_modules"]) and not any(
+        attends(part) or known.mechanism(part) for part in module.modules()
+    )
 
 
 def _is_measured(module: nn.Module) -> bool:

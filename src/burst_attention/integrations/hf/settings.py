@@ -221,6 +221,8 @@ def _function(function: Any) -> Any:
         function = getattr(function, "__wrapped__", None)
     # What is collected in lists and dicts may differ by rank: times, for example.
     values = [described(x) for x in held if isinstance(x, (bool, str, tuple, torch.dtype, Enum, numbers.Number))]
+    values += [weight_samples([("", x)]) for x in held if isinstance(x, torch.Tensor)]
+    values += [weight_samples(x.state_dict().items()) for x in held if isinstance(x, nn.Module)]
     return [name, *values] if values else name
 
 

@@ -16,7 +16,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ _PICKING = _CUTS | names(
     cat concat concatenate gather index_add index_add_ index_select scatter scatter_ scatter_add scatter_add_
     """
 )
+# Operations whose dimension is their second argument; of others it is the first.
+_SECOND = names("chunk linalg_vector_norm norm normalize split split_with_sizes tensor_split topk")
 _PRODUCTS = names("addmm baddbmm bmm einsum linear matmul mm")  # one factor must be a weight
 _TURNS = names("T mT movedim permute swapaxes swapdims t transpose")
 _TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "transformers"}  # torch's are judged by their names
@@ -118,7 +120,11 @@ def _operations(function: Any, module: nn.Module | None, root: str, seen: set[An
     called = {id(node.func) for node in calls}
     for node in ast.walk(tree):
         operation = None
-        if isinstance(node, ast.Call):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and root == "transformers_modules":
+            operation = "a name that it imports itself"
+        elif isinstance(node, ast.Assign) and root == "transformers_modules" and _is_of_torch(scope.value(node.value)):
+            operation = "a name of its own for an operation"
+        elif isinstance(node, ast.Call):
             operation = _of_call(node, scope)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             operation = None if scope.fixed(node.left) or scope.fixed(node.right) else "matmul"
@@ -219,6 +225,12 @@ class _Scope:
         return False
 
 
+def _is_of_torch(value: Any) -> bool:
+    """Return whether a value is a module or a function of torch."""
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    return home.split(".")[0] == "torch" and (isinstance(value, ModuleType) or inspect.isroutine(value))
+
+
 def _called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
@@ -264,7 +276,7 @@ def _is_along_last(call: ast.Call, name: str, operands: list[ast.expr]) -> bool:
     """Return whether an operation is along the last dimension."""
     if name in ("max", "min") and len(operands) > 1 and not isinstance(_literal(operands[1]), int):
         return True  # of two tensors
-    place = 2 if name in ("linalg_vector_norm", "norm", "normalize", "topk") else 1
+    place = 2 if name in _SECOND else 1
     stated = [each.value for each in call.keywords if each.arg in ("dim", "axis")] or operands[place : place + 1]
     if not stated:
         return name in _BY_DEFAULT

@@ -37,7 +37,8 @@ def key(layer: nn.Module) -> Any:
     """Return a key that layers share if they compute alike, so that one measurement is enough for them."""
     weight: Any = getattr(layer, "weight", None)
     flatten = getattr(weight, "__tensor_flatten__", None)
-    return type(layer), type(weight), layer.extra_repr(), layer.training, repr(flatten()[1]) if flatten else ""
+    switches = tuple(sorted((name, x) for name, x in vars(layer).items() if isinstance(x, (bool, float, str))))
+    return type(layer), type(weight), layer.extra_repr(), switches, repr(flatten()[1]) if flatten else ""
 
 
 def reason(layer: nn.Module, width: int, dtype: torch.dtype, *, trusted: bool) -> str | None:
@@ -46,10 +47,11 @@ def reason(layer: nn.Module, width: int, dtype: torch.dtype, *, trusted: bool) -
     Args:
         width: features of the layer's input, [1, 16, width].
         dtype: the model's. The input has the weight's, if that is one to compute in.
-        trusted: whether a layer that can't take the input is left as it is.
+        trusted: whether a layer that can't take the input is left as it is. Its products may round otherwise if other
+            tokens change (experts get other numbers of rows), so the bound is that of the dtype.
     """
     try:
-        mixes = _depends(layer, width, dtype)
+        mixes = _depends(layer, width, dtype, trusted)
     except Exception as error:
         if trusted:
             return None
@@ -63,7 +65,7 @@ def reason(layer: nn.Module, width: int, dtype: torch.dtype, *, trusted: bool) -
     )
 
 
-def _depends(layer: nn.Module, width: int, dtype: torch.dtype) -> bool:
+def _depends(layer: nn.Module, width: int, dtype: torch.dtype, rounds: bool) -> bool:
     """Return whether outputs or gradients of some tokens depend on values of others."""
     tensors = chain(layer.parameters(), layer.buffers())
     held = next((each for each in tensors if not each.is_meta), torch.empty(0))
@@ -75,36 +77,54 @@ def _depends(layer: nn.Module, width: int, dtype: torch.dtype) -> bool:
     one, zero = (torch.full((_TOKENS, 1), value, device=held.device, dtype=dtype) for value in (1.0, 0.0))
     large, none = one.clone(), one.clone()
     large[::2], none[::2] = _FACTOR, zero[::2]
-    twin = _twin(layer, held.device)
-    # Of every second token the values, then their gradients, are made large, where they add nothing to the weights'.
-    for before, after in (((one, none), (large, none)), ((none, one), (none, large))):
-        pairs = zip(_results(twin, given, *before), _results(twin, given, *after), strict=True)
-        if any(_differ(x, y) for x, y in pairs):
+    twin, bound = _twin(layer, held.device), max(_BOUND, 16 * torch.finfo(dtype).eps) if rounds else _BOUND
+    # Of every second token the values, then their gradients, are made large, where they add nothing to the weights'. In
+    # the second case that holds for products alone: what has a bias makes something of zeros.
+    for before, after, all_of_it in (((one, none), (large, none), True), ((none, one), (none, large), not rounds)):
+        (tokens, weights), (others, moved) = (_results(twin, given, *each) for each in (before, after))
+        pairs = [*zip(tokens, others, strict=True), *(zip(weights, moved, strict=True) if all_of_it else ())]
+        if any(_differ(x, y, bound) for x, y in pairs):
             return True
-    return False
+    if not rounds:
+        return False
+    # Behind as many others, tokens must give what they give alone: nothing counts them, or knows their places.
+    front = torch.randn(given.shape, generator=random).to(given)
+    alone, behind = (
+        _results(twin, x, *(one.new_ones(x.shape[1], 1),) * 2, kept=slice(None))[0][0]
+        for x in (given, torch.cat([front, given], 1))
+    )
+    return _differ(behind[:, -alone.shape[1] :], alone, bound)
 
 
-def _results(layer: nn.Module, given: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and gradient of every second token, and the weights' gradients; leave the random state."""
+def _results(
+    layer: nn.Module,
+    given: torch.Tensor,
+    values: torch.Tensor,
+    slopes: torch.Tensor,
+    *,
+    kept: slice = slice(1, None, 2),
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the output and gradient of the ``kept`` tokens, and the weights' gradients; leave the random state."""
     devices = [given.device] if given.is_cuda else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         given = (given * values).requires_grad_()
         out = layer.forward(given)
         if not isinstance(out, torch.Tensor) or out.shape[:2] != given.shape[:2]:
-            raise TypeError(f"it returns no tensor [1, {_TOKENS}, ...]")
+            raise TypeError("it returns no tensor [1, tokens, ...]")
         if not out.requires_grad:
-            return [out[:, 1::2]]
+            return [out[:, kept]], []
         features = torch.linspace(0.5, 1.5, out.shape[-1], device=out.device, dtype=out.dtype)
         trained = [each for each in layer.parameters() if each.requires_grad and each.dim() > 1]  # no bias
         slope = (features * slopes.to(out.dtype)).expand_as(out)
         own, *others = torch.autograd.grad(out, [given, *trained], slope, allow_unused=True)
-        return [out.detach()[:, 1::2], *([] if own is None else [own[:, 1::2]]), *(x for x in others if x is not None)]
+        tokens = [out.detach()[:, kept], *([] if own is None else [own[:, kept]])]
+        return tokens, [x for x in others if x is not None]
 
 
-def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _differ(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
     x, y = x.double(), y.double()
-    return not bool((x - y).norm() <= _BOUND * y.norm())
+    return not bool((x - y).norm() <= bound * y.norm())
 
 
 def _twin(layer: nn.Module, device: torch.device) -> nn.Module:
