@@ -1,5 +1,6 @@
 """Families of models over three ranks: each is equal to one process or refused by name, and none is plausibly wrong."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,6 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import known
+from burst_attention.testing import local_world
+from burst_train.step.model import _check_parts
 from tests.support.generating import TEMPERED
 from tests.tools import families
 
@@ -169,3 +172,22 @@ def test_every_family_is_equal_or_refused():
     assert sum(verdict.kind == "equal" for verdict in verdicts) >= 150
     refused = {verdict.model_type for verdict in verdicts if verdict.kind == "refused"}
     assert refused <= {*ALONE, *ALONE_TOO, *NOT_ALONE}, "each is run on one rank, or named with a reason"
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_a_loss_that_a_forward_adds_counts(factor):
+    """Bamba's z-loss; where it counts, the model's own forward runs around gathered states."""
+    config, _ = families.built("bamba", z_loss_coefficient=factor)
+    model = families.model_of("bamba", config, "eager")
+    ids = torch.arange(3, 45).view(2, 21)
+    expected = model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def rank(group):
+        return hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, labels=ids, use_cache=False).loss
+
+    with local_world(2) as ranks:
+        for loss in ranks.run(rank):
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
+    refusal = pytest.raises(ValueError, match=r"z_loss_coefficient=0\.5 of the configuration adds a loss")
+    with refusal if factor else contextlib.nullcontext():
+        _check_parts(config)

@@ -26,7 +26,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.checks import experts_for
 from burst_attention.integrations.hf.parts import ALONE, check_random
-from burst_attention.integrations.hf.stub_forward import body_of
+from burst_attention.integrations.hf.stub_forward import added_losses, body_of
 from burst_attention.launch.join import CONTEXT, DATA, SHARDS
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
@@ -134,6 +134,11 @@ def _check_parts(config: PreTrainedConfig) -> None:
         raise ValueError(
             "output_router_logits=True of the configuration adds the router's loss, which this command does not "
             "compute; set it to false, or train by hf.parallelize, which does"
+        )
+    for name, factor in added_losses(build_empty(config)).items():
+        raise ValueError(
+            f"{name}={factor} of the configuration adds a loss, which this command does not compute; set it to 0, or "
+            "train by hf.parallelize, which does"
         )
     if idle := getattr(config, "zero_expert_num", None):
         raise ValueError(

@@ -77,9 +77,21 @@ def run_body(body: Any, **given: Any) -> Any:
 
 
 def has_stock_forward(model: Any) -> bool:
-    """Return whether the class's forward is transformers' code and computes its loss by ``loss_function``."""
+    """Return whether the class's forward is transformers' code and computes its loss by ``loss_function`` alone.
+
+    A router's loss aside, which ``outputs`` adds.
+    """
     code = _stock_forward(model)
-    return code is not None and "loss_function" in code.co_names
+    return code is not None and "loss_function" in code.co_names and not added_losses(model)
+
+
+def added_losses(model: Any) -> dict[str, float]:
+    """Return the factors other than 0 of losses that transformers' forward adds itself, by name (Bamba's z-loss)."""
+    code = _stock_forward(model)
+    named = [name for name in code.co_names if "loss" in name and name != "router_aux_loss_coef"] if code else []
+    factors = [name for name in named if name.endswith(("coef", "coefficient", "weight"))]
+    values = {name: getattr(model, name, None) or getattr(model.config, name, None) for name in factors}
+    return {name: value for name, value in values.items() if value}
 
 
 def is_stock(model: Any) -> bool:
