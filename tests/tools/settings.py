@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import inspect
 import itertools
 import json
 import sys
@@ -266,8 +267,14 @@ def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and the gradients in the model, of one process that runs each document alone; the packed batch."""
     ids, pieces = families.batch()["input_ids"], list(itertools.pairwise(DOCUMENTS))
     alone.zero_grad()
+    placed = "position_ids" in inspect.signature(alone.forward).parameters  # some count from another number than 0
+
+    def logits_of(a: int, b: int) -> torch.Tensor:
+        places = {"position_ids": torch.arange(b - a).repeat(2, 1)} if placed else {}
+        return alone(input_ids=ids[:, a:b], use_cache=False, **places).logits[:, :-1].flatten(0, 1)
+
     with families.dtype_of_scores(alone.config.model_type):
-        logits = [alone(input_ids=ids[:, a:b], use_cache=False).logits[:, :-1].flatten(0, 1) for a, b in pieces]
+        logits = [logits_of(a, b) for a, b in pieces]
     loss = F.cross_entropy(torch.cat(logits), torch.cat([ids[:, a + 1 : b].flatten() for a, b in pieces]))
     loss.backward()
     positions = torch.cat([torch.arange(b - a) for a, b in pieces]).repeat(2, 1)
