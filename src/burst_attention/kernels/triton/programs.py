@@ -48,6 +48,23 @@ def _tile(Tiles, Ids, n):
 
 
 @triton.jit
+def _keys(Tiles, Ids, n, start, rows, M: tl.constexpr):
+    """Return what the M query ``rows`` from ``start`` on see of the n-th listed tile, as columns of the tensors.
+
+    (first, stop): those that some row sees; (seen, unseen): those that all see; (left, right): of each row, both included.
+    """
+    q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
+    above, below = tl.maximum(start, q0) - q0, tl.minimum(start + M, q1) - 1 - q0
+    first, stop = k0 + tl.maximum(0, above - hi), tl.minimum(k1, k0 + below - lo + 1)
+    seen, unseen = k0 + tl.maximum(0, below - hi), tl.minimum(k1, k0 + above - lo + 1)
+    unseen = tl.where((start >= q0) & (start + M <= q1), unseen, 0)
+    i = rows - q0 + k0
+    left = tl.where((rows >= q0) & (rows < q1), tl.maximum(i - hi, k0), k1)
+    right = tl.minimum(i - lo, k1 - 1)
+    return first, stop, seen, unseen, left, right
+
+
+@triton.jit
 def _tanh(x):
     """Return tanh; the absolute error is one rounding of 1, so a score's is one of the cap."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
@@ -95,14 +112,7 @@ def forward(
     k_at = n[:, None] * ks + d[None, :]
     v_at = k_at if SAME else n[:, None] * vs + e[None, :]  # fewer registers
     for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
-        q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, t)
-        above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
-        first, stop = k0 + tl.maximum(0, above - hi), tl.minimum(k1, k0 + below - lo + 1)
-        seen, unseen = k0 + tl.maximum(0, below - hi), tl.minimum(k1, k0 + above - lo + 1)
-        unseen = tl.where((block * M >= q0) & (block * M + M <= q1), unseen, 0)
-        i = rows - q0 + k0
-        left = tl.where((rows >= q0) & (rows < q1), tl.maximum(i - hi, k0), k1)
-        right = tl.minimum(i - lo, k1 - 1)
+        first, stop, seen, unseen, left, right = _keys(Tiles, Ids, t, block * M, rows, M)
         begin = first // N * N
         k_next, v_next = K + begin.to(tl.int64) * ks, V + begin.to(tl.int64) * vs
         for j0 in range(begin, stop, N):
@@ -160,14 +170,7 @@ def backward_queries(
     k_at = n[:, None] * ks + d[None, :]
     v_at = k_at if SAME else n[:, None] * vs + e[None, :]  # fewer registers
     for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
-        q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, t)
-        above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
-        first, stop = k0 + tl.maximum(0, above - hi), tl.minimum(k1, k0 + below - lo + 1)
-        seen, unseen = k0 + tl.maximum(0, below - hi), tl.minimum(k1, k0 + above - lo + 1)
-        unseen = tl.where((block * M >= q0) & (block * M + M <= q1), unseen, 0)
-        i = rows - q0 + k0
-        left = tl.where((rows >= q0) & (rows < q1), tl.maximum(i - hi, k0), k1)
-        right = tl.minimum(i - lo, k1 - 1)
+        first, stop, seen, unseen, left, right = _keys(Tiles, Ids, t, block * M, rows, M)
         begin = first // N * N
         k_next, v_next = K + begin.to(tl.int64) * ks, V + begin.to(tl.int64) * vs
         for j0 in range(begin, stop, N):
