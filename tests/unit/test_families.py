@@ -190,4 +190,4 @@ def test_a_loss_that_a_forward_adds_counts(factor):
             torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
     refusal = pytest.raises(ValueError, match=r"z_loss_coefficient=0\.5 of the configuration adds a loss")
     with refusal if factor else contextlib.nullcontext():
-        _check_parts(config)
+        _check_parts(config, model)

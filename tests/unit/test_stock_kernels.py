@@ -576,8 +576,8 @@ def test_packed_documents_build_no_graph_for_each_length(fresh, installed, monke
     for documents in (2, 20, 63):
         assert choose("auto", **half, documents=documents).name == "aten-flash"
         assert choose("auto", **half, documents=documents, banded=True).name == "triton"
-    told = explain(device="cuda", dtype=torch.float16, documents=20)
-    assert told.startswith("auto takes aten-flash for torch.float16 on cuda, several documents; faster")
+    text = explain(device="cuda", dtype=torch.float16, documents=20)
+    assert text.startswith("auto takes aten-flash for torch.float16 on cuda, several documents; faster")
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (130, 7), (256, 256), (128, 192), (200, 200), (96, 128)])
@@ -660,7 +660,7 @@ def test_flash_attention_4_keeps_its_programs_on_disk(monkeypatch, tmp_path):
     parts = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
     for name in parts:  # which restores them at the end
         monkeypatch.setitem(sys.modules, name, None)
-    for told, expected in (
+    for answers, expected in (
         ({}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": folder}),
         ({f"{prefix}_DIR": "here"}, {f"{prefix}_ENABLED": "1", f"{prefix}_DIR": "here"}),
         ({f"{prefix}_ENABLED": "0"}, {f"{prefix}_ENABLED": "0"}),
@@ -669,7 +669,7 @@ def test_flash_attention_4_keeps_its_programs_on_disk(monkeypatch, tmp_path):
             del sys.modules[name]
         flash.flash_ops.cache_clear()
         with monkeypatch.context() as environment:
-            for name, value in told.items():
+            for name, value in answers.items():
                 environment.setenv(name, value)
             before = dict(os.environ)
             with pytest.raises(ValueError, match="has no _flash_attn_fwd"):

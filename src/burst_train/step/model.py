@@ -116,26 +116,27 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         ) from error
     try:
         hf.check_config(config, training=training, layout=layout)
-        _check_parts(config)
+        empty = build_empty(config)
+        _check_parts(config, empty)
         if training:
-            check_random(build_empty(config))
+            check_random(empty)
     except ValueError as error:
         # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.
         why = str(error).replace(ALONE, ALONE.replace("run it", "run it by hf.parallelize"))
         raise ValueError(f"--model {model!r}: {why}") from error
     text = config.get_text_config(decoder=True)
     # The causal model of some whole models' configurations is their language model alone (Qwen3.5).
-    return text if text is not config and type(build_empty(config).config) is type(text) else config
+    return text if text is not config and type(empty.config) is type(text) else config
 
 
-def _check_parts(config: PreTrainedConfig) -> None:
-    """Raise ValueError if FSDP2 can't shard the model's layers, or its router adds a loss."""
+def _check_parts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Raise ValueError if FSDP2 can't shard the model's layers, or its forward adds a loss."""
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits=True of the configuration adds the router's loss, which this command does not "
             "compute; set it to false, or train by hf.parallelize, which does"
         )
-    for name, factor in added_losses(build_empty(config)).items():
+    for name, factor in added_losses(model).items():
         raise ValueError(
             f"{name}={factor} of the configuration adds a loss, which this command does not compute; set it to 0, or "
             "train by hf.parallelize, which does"

@@ -128,8 +128,8 @@ def part_kernels(a: GpuArguments) -> str:
     options += ["--seq-lens", "128", "--rounds", "1"] if a.tiny else ["--seq-lens", "16384", "--rounds", "5"]
     figures = _figures(kernels.main, options)["kernels"]
     auto = [row for row in figures if row["kernel"].endswith(" (auto)") and row["mask"] == "causal"]
-    told = [f"{row['pass']} {row['TFLOP/s']} TFLOP/s, {row['of the best stock kernel']}" for row in auto]
-    return f"causal, {auto[0]['kernel']}: {'; '.join(told)} (at least 0.95)"
+    rates = [f"{row['pass']} {row['TFLOP/s']} TFLOP/s, {row['of the best stock kernel']}" for row in auto]
+    return f"causal, {auto[0]['kernel']}: {'; '.join(rates)} (at least 0.95)"
 
 
 def part_step(a: GpuArguments) -> str:
