@@ -51,7 +51,7 @@ def _tile(Tiles, Ids, n):
 def _keys(Tiles, Ids, n, start, rows, M: tl.constexpr):
     """Return what the M query ``rows`` from ``start`` on see of the n-th listed tile, as columns of the tensors.
 
-    (first, stop): those that some row sees; (seen, unseen): those that all see; (left, right): of each row, both included.
+    (first, stop): those that some row sees; (seen, unseen): those that all see; (left, right): of each row, with ends.
     """
     q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
     above, below = tl.maximum(start, q0) - q0, tl.minimum(start + M, q1) - 1 - q0
