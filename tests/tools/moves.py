@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -56,6 +56,8 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
     for name, default in names.items():
         if name in IGNORED or name.startswith("_") or (name.endswith("_config") and name not in _PARTS):
             continue
+        if name in _varying(config):
+            continue
         value = getattr(config, name, default)
         if isinstance(value, PreTrainedConfig) and name in _PARTS:
             value = {each.name: getattr(value, each.name) for each in _own_fields(value)}
@@ -73,6 +75,11 @@ def settings_of(config: PreTrainedConfig, model_class: Any) -> dict[str, list[di
     return found
 
 
+def _varying(config: PreTrainedConfig) -> Collection[str]:
+    """The fields that differ between layers: a configuration has no one value of them."""
+    return getattr(config, "per_layer_attributes", None) or ()
+
+
 def _needed(value: Any, config: PreTrainedConfig) -> dict[str, Any]:
     """What a value needs beside it."""
     if "dynamic" in str(value):
@@ -85,7 +92,8 @@ def _needed(value: Any, config: PreTrainedConfig) -> dict[str, Any]:
 
 def _lists_of(config: PreTrainedConfig, now: int, then: int) -> dict[str, Any]:
     """The lists with an entry for each layer, for another number of layers."""
-    lists = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    names = [each.name for each in dataclasses.fields(config) if each.name not in _varying(config)]
+    lists = {name: getattr(config, name) for name in names}
     found = {name: [*x] for name, x in lists.items() if isinstance(x, (list, tuple)) and len(x) == now}
     return {name: (2 * x)[:then] for name, x in found.items()}
 
