@@ -37,8 +37,8 @@ from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import strategy_of
 
 from .memory import MemoryConfig
-from .parallel import FOREIGN, TENSOR, choose
 from .presets import PRESETS
+from .strategies import FOREIGN, MEGATRON, choose
 
 if TYPE_CHECKING:
     import torch
@@ -240,7 +240,7 @@ class TrainConfig:
 
     @property
     def how(self) -> dict[str, Any]:
-        """What :func:`burst_train.parallel.choose` takes."""
+        """What :func:`burst_train.strategies.choose` takes."""
         memory = {"remat": self.memory.remat, "attention_chunks": self.memory.attention_chunks}
         return {"name": self.parallel.strategy, "balanced": self.joins, **memory}
 
@@ -328,7 +328,7 @@ class TrainConfig:
         rule = f"adapts a trained model, but --model {model} has random weights; give a folder or a name on the hub"
         require(lora is None or model not in PRESETS, "lora", lora, rule)
         rule = f"is not for --strategy {strategy}; leave --strategy out"
-        require(lora is None or strategy not in TENSOR, "lora", lora, rule)
+        require(lora is None or strategy not in MEGATRON, "lora", lora, rule)
 
     def _check_tensor(self) -> None:
         ranks, memory, strategy = self.parallel.tensor_parallel, self.memory, self.parallel.strategy

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from burst_attention.cli.flags import BYTES, Count, Size, byte_count, flag, require, text
 from burst_attention.planner.planner import Remat as RematName
 
-from .parallel import FOREIGN, TENSOR
+from .strategies import MEGATRON
 
 OptimizerName = Literal["adamw", "adamw-8bit"]
 DISK = "disk:"
@@ -58,13 +58,22 @@ class MemoryConfig(Saving):
     """Start although the predicted memory exceeds the free memory, if it is at most this amount, as in 32GiB.
     On a CPU, of all ranks of a machine; on GPUs, of each. The system may then end the run or other processes."""
 
+    @property
+    def of_layers(self) -> Any:
+        """The options of ``hf.parallelize``."""
+        from burst_attention.integrations import hf  # imports transformers
+
+        offload = None if self.offload == "none" else self.offload
+        chunks = {"attention_chunks": self.attention_chunks, "mlp_chunks": self.mlp_chunks}
+        return hf.Memory(recompute=self.remat, **chunks, offload=offload)
+
     def check(self, strategy: str, device: str) -> None:
         """Raise ValueError naming the first flag that the strategy or device does not support."""
         keeps = f"is not for --strategy {strategy}; use --remat layer"
-        require(self.remat != "keep-attention" or strategy not in FOREIGN, "remat", self.remat, keeps)
+        require(self.remat != "keep-attention" or strategy not in MEGATRON, "remat", self.remat, keeps)
         if self.attention_chunks > 1:
             works = f"is not for --strategy {strategy}; leave one of them out"
-            require(strategy not in FOREIGN, "attention_chunks", self.attention_chunks, works)
+            require(strategy not in MEGATRON, "attention_chunks", self.attention_chunks, works)
             whole = "can't keep the results of --remat keep-attention; use --remat layer"
             require(self.remat != "keep-attention", "attention_chunks", self.attention_chunks, whole)
         saved = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
@@ -74,7 +83,7 @@ class MemoryConfig(Saving):
         if self.optimizer_offload and device == "cpu":
             raise ValueError(f"{flag('optimizer_offload')} {there}. Leave it out")
         for name in ("optimizer_offload", "compile"):
-            if getattr(self, name) and strategy in TENSOR:
+            if getattr(self, name) and strategy in MEGATRON:
                 raise ValueError(f"{flag(name)} is not for --strategy {strategy}; leave one of them out")
 
 

@@ -27,7 +27,7 @@ from burst_bench.harness.workload import Workload, random_qkv
 
 from burst_attention.plan.layout import Layout
 from burst_attention.planner.presets import preset
-from burst_train.parallel import choose
+from burst_train.strategies import choose
 
 EVERY = ("auto", "burst", "ring", "zigzag-ring", "ulysses", "tensor", "tensor-sequence")
 SMALL = Workload(task="train", strategies=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)

@@ -21,10 +21,10 @@ from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
 from burst_train.cli.preflight import check_evaluation
 from burst_train.data.sequences import open_sequences
-from burst_train.parallel import STRATEGIES
 from burst_train.step.evaluate import _Evaluator, evaluate
 from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.loop import train
+from burst_train.strategies import STRATEGIES
 from tests.support.hf_models import SMALL
 from tests.support.training import config_of, summary_of
 

@@ -16,7 +16,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from burst_attention import make_plan
+from burst_attention import Hardware, Mask, make_plan
 from burst_attention.integrations import hf
 from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
 
@@ -284,6 +284,53 @@ def last_logits():
 
 def test_logits_only_of_the_last_positions_that_are_asked_for(pools):
     pools(2).run(last_logits)
+
+
+def planned():
+    """Use a caller's plan: its layout stays, whatever the documents; its transport counts; the bytes are predicted."""
+    batch, expected = BATCHES["packed"](), model_of("llama")
+    length = batch["input_ids"].shape[1]
+    plan = make_plan(length, strategy=fixed_strategy(), hardware=Hardware(rates="cpu"), timeout=30)
+    model = hf.parallelize(model_of("llama"), plan=plan, gradients="sum")
+    before = plan.transport.sent
+    loss = model(**batch).loss
+    loss.backward()
+    assert plan.transport.sent > before
+    plans = hf.plans_of(model, length, None)
+    assert {each.layout for each in plans.values()} == {plan.layout}
+    assert all(torch.equal(each.positions, plan.positions) for each in plans.values())
+    config, count = expected.config, len(hf.attention_windows(expected))
+    sizes = {"q_heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    one = next(iter(plans.values())).bytes(batch=1, **sizes, dtype=expected.dtype)
+    assert count == config.num_hidden_layers and one.forward_sent > 0
+    with pytest.raises(ValueError, match="strategy='ring' and a plan"):
+        hf.parallelize(model_of("llama"), plan=plan, strategy="ring")
+    with pytest.raises(ValueError, match="plan has the mask"):
+        hf.parallelize(model_of("llama"), plan=plan.with_mask(Mask(window=3)))
+    with pytest.raises(TypeError, match="must be a Plan"):
+        hf.parallelize(model_of("llama"), plan=3)
+    with pytest.raises(TypeError, match="that is not parallelized"):
+        hf.plans_of(expected, length)
+
+
+def test_a_callers_plan_is_used_and_its_bytes_are_counted(pools):
+    pools(2).run(planned)
+
+
+def some_fields():
+    batch, model = (
+        BATCHES["right padded"](),
+        hf.parallelize(model_of("llama"), hardware=Hardware(rates="cpu"), timeout=30),
+    )
+    every, named = model(**batch, fused_lm_head=True), model(**batch, fused_lm_head=["log_probs", "is_top1"])
+    assert torch.equal(every.log_probs, named.log_probs) and torch.equal(every.is_top1, named.is_top1)
+    assert named.entropy is None and torch.equal(every.loss, named.loss)
+    with pytest.raises(ValueError, match="fused_lm_head='entropy' must be True, or names with log_probs"):
+        model(**batch, fused_lm_head="entropy")
+
+
+def test_fields_per_token_by_name(pools):
+    pools(2).run(some_fields)
 
 
 def generate():

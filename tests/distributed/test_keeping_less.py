@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from burst_attention.launch.join import join
 from burst_attention.loss.head import default_chunk
-from burst_train.parallel import FOREIGN
 from burst_train.step.loop import Trainer, train
+from burst_train.strategies import FOREIGN
 from tests.support.training import config_of, losses, norms, records, saved_model
 
 STEPS = 4

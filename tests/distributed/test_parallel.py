@@ -7,17 +7,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask, Strategy
-from burst_attention.attention.batch import Plans
-from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.integrations import hf
 from burst_attention.launch.join import make_mesh
 from burst_attention.plan.strategy import ALIASES, NAMED, strategy_of, text_of
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
-from burst_train.parallel import STRATEGIES, Heads, choose
-from burst_train.parallel.contract import whole_attention
+from burst_train.data.sequences import TokenSequence
+from burst_train.step.compare import whole_attention
 from burst_train.step.loop import train
-from burst_train.step.model import build_model
+from burst_train.step.model import batch_of, build_model, model_in
+from burst_train.strategies import STRATEGIES, Heads, choose
 from tests.support.training import config_of, losses, norms
 
 STEPS = 8
@@ -85,15 +84,16 @@ def parameter_gradients(name, kind="llama"):
     config = MODELS[kind]()
     shared.check(Heads.of(config), 64, world)
     dtype = torch.float64
-    model = build_model("tiny", config, shared, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
-    ids = torch.randint(0, 200, (1, 64), generator=torch.Generator().manual_seed(5))
-    plans = Plans.by_windows(shared.plan(64, group=mesh["context"]), hf.layer_windows(config), (0, 11, 40, 64))
+    plan = shared.plan(64, group=mesh["context"])
+    model = build_model("tiny", config, shared, plan, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
+    ids = torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(5))
+    batch = batch_of([TokenSequence(ids.int().numpy(), (0, 11, 40, 64))], torch.device("cpu"))
     with CommDebugMode() as counter:
-        loss = model(shared.shard({"input_ids": ids, "labels": ids}, plans), plans, None)
+        loss = model(**batch, num_items_in_batch=61).loss
         forward = dict(counter.get_comm_counts())
         loss.backward()
     grads = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model_in(model).named_parameters():
         assert parameter.grad.placements == parameter.placements, name
         grads[name] = parameter.grad.full_tensor()
     counts = ({str(k): n for k, n in c.items()} for c in (forward, counter.get_comm_counts()))
@@ -150,7 +150,7 @@ def test_whole_attention_in_windows_longer_than_one_call():
     q, k, v, dout = (torch.randn(1, heads, seqlen, 8, generator=make) for heads in (2, 1, 1, 2))
     mask = Mask(window=900, cu_seqlens=[0, 700, seqlen])  # a later call starts inside of its document
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = whole_attention(*inputs, single_rank_plan(seqlen, mask=mask))
+    out = whole_attention(*inputs, mask.cu_seqlens, window=mask.window)
     grads = torch.autograd.grad(out, inputs, dout)
     right = attend(q, k, v, mask, dout=dout)
     for x, y in zip((out, *grads), (right.out, right.dq, right.dk, right.dv), strict=True):

@@ -13,12 +13,10 @@ from burst_bench.harness.calls import NAMES, errors_over_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
-from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.kernels.aten import CpuFlash
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import torch_attention
-from burst_train.parallel.contract import whole_attention
 from tests.support.schedules import plan_options
 
 
@@ -66,6 +64,9 @@ def test_masks_change_and_layouts_stay() -> None:
         (lambda p: p.unshard(torch.zeros(10), 3), ValueError, "dim=3"),
         (lambda p: p.unshard(torch.zeros(4), 0), ValueError, "10 tokens"),
         (lambda p: p.unshard(torch.zeros(10), 0, grad="mean"), ValueError, "grad='mean'"),
+        (lambda p: p.unshard(torch.zeros(10), 0, at=[3, 10]), ValueError, "at="),
+        (lambda p: p.unshard(torch.zeros(10), 0, at=[3, 3]), ValueError, "ascending"),
+        (lambda p: p.unshard(torch.zeros(4), 0, at=[3]), ValueError, "10 tokens"),
         (lambda p: p.shard_labels(torch.zeros(10)), ValueError, "labels"),
         (lambda p: p.bytes(batch=1, q_heads=1, kv_heads=1, head_dim=1, circulate="query"), TypeError, "circulate"),
         (lambda p: p.bytes(batch=1, q_heads=3, kv_heads=2, head_dim=1), ValueError, "q_heads=3"),
@@ -259,19 +260,33 @@ def test_no_tokens_give_empty_results() -> None:
                 assert found == [right] * 3, options
 
 
-def test_whole_attention_of_no_tokens_is_empty() -> None:
-    for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=[0, 0])):
-        q, k, v = (torch.randn(1, heads, 0, 8, requires_grad=True) for heads in (4, 2, 2))
-        out = whole_attention(q, k, v, single_rank_plan(0, mask=mask))
-        out.sum().backward()
-        assert out.shape == q.grad.shape == (1, 4, 0, 8) and k.grad.shape == v.grad.shape == (1, 2, 0, 8)
-
-
 def test_lengths_that_are_numbers():
     assert make_plan(np.int64(7)).seqlen == 7
     for seqlen in (10**20, 2**31 + 1):
         with pytest.raises(ValueError, match="tokens whose pairs can be counted"):
             make_plan(seqlen)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_some_entries_come_together_and_only_they_are_sent(layout) -> None:
+    x = torch.randn(2, 37, 3, dtype=torch.float64)
+
+    def rank(group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+        plan = make_plan(37, group=group, strategy=Strategy(layout=layout))
+        shard = plan.shard(x, 1).requires_grad_()
+        before = plan.transport.sent
+        some = plan.unshard(shard, 1, at=[0, 5, 6, 35, 36])
+        sent = plan.transport.sent - before
+        some.pow(2).sum().backward()
+        return some.detach(), plan.unshard(shard.grad, 1), sent
+
+    wanted = torch.zeros_like(x)
+    wanted[:, [0, 5, 6, 35, 36]] = 2 * x[:, [0, 5, 6, 35, 36]]
+    with local_world(4) as ranks:
+        found = ranks.run(rank)
+    for some, gradient, _ in found:
+        assert torch.equal(some, x[:, [0, 5, 6, 35, 36]]) and torch.equal(gradient, wanted)
+    assert sum(sent for *_, sent in found) == 3 * 5 * 2 * 3 * 8
 
 
 def test_gradients_of_unshard_are_summed_in_fp32() -> None:

@@ -11,7 +11,7 @@ from burst_attention import DisagreementError, Mask, Strategy, burst_attention, 
 from burst_attention.compat import ring_flash_attn as compat
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import relative_l2
-from burst_train.parallel.contract import whole_attention
+from burst_train.step.compare import whole_attention
 
 SIGNS = (-0.7, 0.0, 0.3)
 CASE = Case(seqlen=44, q_heads=4, kv_heads=2, head_dim=8)
@@ -59,7 +59,11 @@ def test_every_sign_in_the_triton_kernel(dtype, scale: float) -> None:
 @pytest.mark.parametrize("scale", SIGNS)
 def test_every_sign_in_other_strategies(pools, scale: float) -> None:
     case = replace(CASE, mask=Mask(window=9), q_heads=4, kv_heads=4)
-    assert errors(case, scale, whole_attention) < 1e-5
+
+    def whole(q, k, v, plan, *, scale):
+        return whole_attention(q, k, v, (0, plan.seqlen), window=plan.mask.window, scale=scale)
+
+    assert errors(case, scale, whole) < 1e-5
 
 
 def by_ring_flash_attn(group: Any, scale: float) -> float:

@@ -9,27 +9,30 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_train.cli.preflight import check_run
 from burst_train.data.sequences import open_sequences
 from burst_train.health.flops import ModelFlops
-from burst_train.parallel import Heads
 from burst_train.run.folder import list_checkpoints
 from burst_train.step.export import export
 from burst_train.step.loop import train
 from burst_train.step.lora import add_adapters
-from tests.support.training import config_of, losses, metrics, records, saved_model, summary_of, weights
+from burst_train.step.sharding import shard_parameters
+from burst_train.strategies import Heads
+from tests.support.training import config_of, losses, metrics, norms, records, saved_model, summary_of, weights
 from tests.tools.families import model_class, tiny_config
 
 from .test_train import SMALL, one_device
 
 HYBRIDS = ("bamba", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "qwen3_next", "zamba2")
-EACH_KIND = ("deepseek_v2", "gemma2", "gpt_oss", "llama4_text", "mamba2", "qwen3_5_text")
+EACH_KIND = ("deepseek_v2", "gemma2", "gpt_oss", "gptj", "llama4_text", "mamba2", "qwen3_5_text")
 FAMILIES = (
     *HYBRIDS,
     *("cohere2", "deepseek_v2", "gemma2", "gemma3_text", "glm4", "gpt_neox", "gpt_oss", "granite", "llama4_text"),
-    *("minimax_m2", "mixtral", "olmo2", "phi3", "qwen3_moe", "smollm3"),
+    *("gpt_neo", "gptj", "minimax_m2", "mixtral", "olmo2", "phi3", "qwen3_moe", "smollm3"),
 )
 
 
@@ -88,6 +91,92 @@ def test_a_mixture_trains_in_fp64_which_transformers_fused_experts_do_not_take(p
     assert losses(tmp_path / "float64") == pytest.approx(losses(tmp_path / "float32"), rel=1e-5)
 
 
+@pytest.mark.parametrize(("world", "changes"), [(2, {"accumulate": 2}), (4, {"data_parallel": 2})])
+def test_the_loss_of_routers_is_the_mean_of_a_steps_batches(pools, corpus, tmp_path, world, changes):
+    source = folder_of("mixtral", tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
+    sizes = {"tokenizer": "bytes", "steps": 1, "seq_len": 61, "pack": "none", "clip": 0}
+    config = config_of(corpus, tmp_path / "run", model=source, **sizes, **changes)
+    check_run(config, world)
+    pools(world).run(train, config)
+    plain = AutoModelForCausalLM.from_pretrained(source).float()
+    sequences = [*itertools.islice(open_sequences(config)[0].training(), 2)]
+    tokens = sum(sequence.valid_tokens for sequence in sequences)
+    parts = [torch.tensor(sequence.ids, dtype=torch.int64)[None] for sequence in sequences]
+    outs = [plain(ids, labels=ids, num_items_in_batch=tokens) for ids in parts]
+    routers = [0.5 * out.aux_loss for out in outs]
+    loss = sum(out.loss for out in outs) - sum(routers) / 2
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    assert sum(routers).item() > 0.1
+    assert losses(tmp_path / "run") == pytest.approx([loss.item()], rel=2e-6)
+    assert norms(tmp_path / "run") == pytest.approx([norm], rel=2e-5)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2, 4, 4), 0.5))
+
+    def forward(self, x, used):
+        return x @ self.weight[0] if used else x
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = torch.nn.Linear(4, 4, bias=False), Experts()
+
+    def forward(self, x, used):
+        return self.experts(self.first(x), used)
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.config = torch.nn.ModuleList([Layer()]), LlamaConfig()
+        self.config.zero_expert_num = 1
+
+    def forward(self, x, used):
+        return self.layers[0](x, used).sum()
+
+
+def idle_on_one_rank():
+    """The whole gradient of experts that rank 0 alone uses."""
+    model, rank = Mixture(), torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    shard_parameters(model, model, mesh, torch.float32)
+    model(torch.ones(3, 4), rank == 0).backward()
+    return model.layers[0].experts.weight.grad.full_tensor()
+
+
+def test_experts_that_one_rank_alone_uses_have_its_gradient(pools):
+    for gradient in pools(2).run(idle_on_one_rank, timeout=60):
+        assert gradient[0].abs().min() > 0 and not gradient[1].any()
+
+
+def test_tokens_that_need_no_expert_are_trained_as_in_one_process(pools, corpus, tmp_path):
+    source = folder_of("longcat_flash", tmp_path / "source")
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():  # all tokens choose experts without weights
+        for name, buffer in plain.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[-plain.config.zero_expert_num :] = 1e4
+    plain.save_pretrained(source)
+    sizes = {"tokenizer": "bytes", "steps": 2, "seq_len": 61, "pack": "none", "clip": 0, "lr": 1e-3}
+    config = config_of(corpus, tmp_path / "run", model=source, **sizes)
+    check_run(config, 2)
+    pools(2).run(train, config)
+    plain = AutoModelForCausalLM.from_pretrained(source).float()
+    sequence = next(open_sequences(config)[0].training())
+    loss = one_device(plain, [sequence])
+    loss.backward()
+    idle = [p for p in plain.parameters() if p.grad is None]
+    assert idle, "no expert was used"
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]).item()
+    assert losses(tmp_path / "run")[0] == pytest.approx(loss.item(), rel=2e-6)
+    assert norms(tmp_path / "run")[0] == pytest.approx(norm, rel=2e-5)
+
+
 def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
     def check(model_type: str, strategy: str = "auto", **changes: object) -> None:
         source = folder_of(model_type, tmp_path / f"{model_type}-{strategy}", **changes)
@@ -95,12 +184,9 @@ def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
         check_run(config_of(corpus, tmp_path / "run", model=source, **settings), 1 if strategy == "single" else 2)
 
     for model_type, strategy, changes, why in (
-        ("mixtral", "burst", {"output_router_logits": True}, "adds the router's loss"),
         ("hrm_text", "burst", {}, "HrmTextForCausalLM has 2 lists of decoder layers"),
         ("qwen3_next", "layout=striped", {}, "layout='striped' of the strategy separates"),
-        ("gpt_oss", "single", {}, "--strategy single has no sinks, which the attention of a gpt_oss has"),
         ("gemma4_unified_text", "burst", {}, "does not state one size of the heads"),
-        ("longcat_flash", "burst", {}, "zero_expert_num=256 of the configuration"),
         ("phi3", "tensor", {}, "--strategy tensor can't share the projections of a phi3"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -14,9 +14,9 @@ from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from burst_train.data.sequences import open_sequences
 from burst_train.health.finite import Spikes
-from burst_train.parallel.body import SumByRank
 from burst_train.step.loop import Trainer, train
-from burst_train.step.model import model_config
+from burst_train.step.model import model_config, model_in
+from burst_train.step.sharding import SumByRank
 from tests.support.training import config_of, records, summary_of
 
 from .test_train import one_device
@@ -39,7 +39,7 @@ def spoil(trainer, layer, *, steps, rank, backward, place=0):
             return DTensor.from_local(local + spoilt, output.device_mesh, output.placements, run_check=False)
         return local + spoilt
 
-    trainer.model.model.get_submodule(layer).register_forward_hook(token_wise(hook))
+    model_in(trainer.model).get_submodule(layer).register_forward_hook(token_wise(hook))
 
 
 def spoilt(layer, **named):
@@ -191,7 +191,7 @@ OPTIM = {"lr": 0.02, "min_lr": 0.5, "warmup": 2, "weight_decay": 0.5, "beta1": 0
 
 
 def whole_weights(model):
-    return {key.removeprefix("model."): p.full_tensor().detach().clone() for key, p in model.named_parameters()}
+    return {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}
 
 
 def joined(config):

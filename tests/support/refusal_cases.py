@@ -22,9 +22,8 @@ from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
-from burst_train import parallel
+from burst_train import strategies
 from burst_train.data.corpus import open_corpus
-from burst_train.parallel.contract import whole_attention
 from burst_train.run.lock import claimed
 from tests.support import vision_models
 from tests.support.adapters import LORA, TUNERS
@@ -425,18 +424,20 @@ COMPAT: Cases = [
     ),
 ]
 PARALLEL: Cases = [
-    ("parallel.choose('turbo')", "ValueError: strategy='turbo' is unknown; choose one of auto, burst, ring,"),
+    ("strategies.choose('turbo')", "ValueError: strategy='turbo' is unknown; choose one of auto, burst, ring,"),
     (
-        "parallel.choose('usp:4').check(heads, 64, 6)",
+        "strategies.choose('usp:4').check(heads, 64, 6)",
         "ValueError: --strategy usp:4 has the Ulysses degree 4, which must divide the 6 ranks, and divide the 2",
     ),
     (
-        "parallel.choose('tensor').check(heads, 64, 4)",
+        "strategies.choose('tensor').check(heads, 64, 4)",
         "ValueError: --strategy tensor shares 6 query heads equally, but",
     ),
-    ("parallel.choose('tensor-sequence').check(heads, 63, 2)", "ValueError: --strategy tensor-sequence shares 63"),
-    ("parallel.choose('single').check(heads, 64, 2)", "ValueError: --strategy single runs each sequence on one rank,"),
-    ("whole_attention(q, k, v, plan)", "ValueError: plan shards the sequence over 2 ranks; whole_attention needs a"),
+    ("strategies.choose('tensor-sequence').check(heads, 63, 2)", "ValueError: --strategy tensor-sequence shares 63"),
+    (
+        "strategies.choose('single').check(heads, 64, 2)",
+        "ValueError: --strategy single runs each sequence on one",
+    ),
 ]
 COMMANDS: Cases = [
     ("burst plan --seq-len 0 --ranks 2", "exit status 2: --seq-len 0 must be at least 2"),
@@ -527,7 +528,7 @@ def attention_names(group: Any) -> dict[str, Any]:
     hidden, weight = torch.randn(1, plan.length, 4), torch.randn(11, 4)
     labels = torch.zeros(1, plan.length, dtype=torch.int64)
     shifted = plan.shard_labels(torch.zeros(1, 8, dtype=torch.int64))
-    heads = parallel.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
+    heads = strategies.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
     meta = torch.device("meta")
     return COMMON | locals()
 
@@ -680,10 +681,10 @@ COMMON = {
         unjoined,
     )
 }
-COMMON |= {each.__name__: each for each in (whole_attention, grad, token_log_probs)}
+COMMON |= {each.__name__: each for each in (grad, token_log_probs)}
 COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}
 COMMON |= {"ShardedCache": ShardedCache, "nn": nn}
-COMMON |= {"torch": torch, "pickle": pickle, "parallel": parallel, "kernels": kernels, "hf": hf}
+COMMON |= {"torch": torch, "pickle": pickle, "strategies": strategies, "kernels": kernels, "hf": hf}
 # area: (cases, a function that returns the names they use, ranks)
 AREAS = {
     "The attention call": (CALL, attention_names, 1),

@@ -12,6 +12,7 @@ A setting is "alike" and not run over ranks if the same code reads it in a type 
 
 import argparse
 import contextlib
+import copy
 import datetime
 import functools
 import inspect
@@ -61,6 +62,7 @@ class Subject:
                 n: x.shape for n, x in own_weights.items()
             }:
                 self.model.load_state_dict(weights, strict=False)
+            self.fresh = copy.deepcopy(self.model)  # some models hold a state that can't be copied when they have run
             self.expected = families.one_process(model_type, self.model)
         self.results = {"loss": self.expected.loss.detach(), "hidden": self.expected.hidden}
         for name, parameter in self.model.named_parameters():
@@ -206,7 +208,7 @@ def _judged(model_type: str, base: Subject, own: dict[str, Any], name: str) -> t
 
 def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
     """Compare a model over ``WORLD`` ranks with one process: the kind of its outcome, and a reason."""
-    models = families.copies_of(subject.model)
+    models = families.copies_of(subject.fresh)
     given = {"gradients": "sum", "timeout": 60, "strategy": WHOLE_HEADS}
     spread = False
     try:

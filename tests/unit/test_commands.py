@@ -18,9 +18,9 @@ from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.route import ROUTES
 from burst_attention.testing import check as run_check
 from burst_attention.testing import local_world
-from burst_train.parallel import STRATEGIES, choose
 from burst_train.presets import PRESETS
 from burst_train.step.evaluation import EvalConfig
+from burst_train.strategies import STRATEGIES, choose
 
 
 def test_bench_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

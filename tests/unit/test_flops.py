@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from burst_attention.plan.mask import Mask
 from burst_train.data.sequences import TokenSequence
 from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
-from burst_train.parallel import Heads
+from burst_train.strategies import Heads
 
 CPU = torch.device("cpu")
 BORDERS = (0, 5, 6, 40, 64)

@@ -33,8 +33,8 @@ from burst_train.forecast.memory import Step
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.memory import Saving
-from burst_train.parallel import Heads, choose
 from burst_train.presets import PRESETS
+from burst_train.strategies import Heads, choose
 
 H100 = preset("h100-hgx")
 SHAPE = shape_of(torch.bfloat16, batch=2, q_heads=8, kv_heads=4, head_dim=16)

@@ -19,8 +19,6 @@ from transformers import (
 from burst_attention import make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
-from burst_train.parallel import choose
-from burst_train.step.model import NextTokenModel
 from tests.support import vision_models
 from tests.support.hf_models import (
     HEADS,
@@ -197,19 +195,19 @@ def test_what_has_no_plain_head_is_refused(message):
 
 
 @pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
-def test_each_loss_and_the_trainers_model_compute_the_same(name):
-    """Compare loss, loss per token and last logits."""
+def test_the_call_computes_loss_tokens_and_last_logits_as_stock_code(name):
     plan = make_plans(name)
-    plans = plan if isinstance(plan, dict) else {None: plan}
     shard = hf.shard_batch(make_batch(), plan)
     model, labels = make_model(name).eval(), shard["shift_labels"]
     given = {"position_ids": shard["position_ids"], "plan": plan, "use_cache": False}
     logits = model(shard["input_ids"], **given).logits
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    trained, mean = NextTokenModel(model, choose("burst")), expected.sum() / (labels != -100).sum()
-    assert abs(trained(shard, plans) - mean) <= 1e-12
-    assert (trained(shard, plans, per_token=True).flatten() - expected).abs().max() <= 1e-12
-    assert (trained.last_logits(shard, plans) - logits[:, -1]).abs().max() <= 1e-12
+    hf.parallelize(model)
+    batch = {"input_ids": shard["input_ids"], "shift_labels": labels}
+    assert abs(model(**batch).loss - expected.sum() / (labels != -100).sum()) <= 1e-12
+    assert (model(**batch, fused_lm_head="log_probs").log_probs.flatten() + expected).abs().max() <= 1e-12
+    last = model(input_ids=shard["input_ids"], logits_to_keep=1).logits
+    assert (last[:, 0] - logits[:, -1]).abs().max() <= 1e-12
 
 
 def block_of_the_page(containing):

@@ -6,15 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from burst_attention import make_plan
-from burst_attention.attention.batch import Plans, shard_tokens
-from burst_attention.attention.call import burst_attention
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from burst_train.data.tokenizer import open_tokenizer
-from burst_train.parallel.body import build_empty, hidden_states
 from burst_train.step.export import _load, _write
 from burst_train.step.model import load_config, model_config
+from burst_train.structure import build_empty
 
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -45,20 +42,18 @@ def test_scaled_positions_are_kept_and_are_those_of_one_process(name, tmp_path):
     exported = load_config(str(tmp_path / "exported"))
     assert exported.rope_parameters == model.config.rope_parameters
     assert exported.max_position_embeddings == 128
-    hf.register()
     ids = torch.randint(300, (1, 61))
     # Loaded once: loading sets torch's default dtype, which threads share.
-    loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation=hf.NAME, dtype=torch.float64)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
 
     def rank(group):
-        plan, ours = make_plan(61, group=group), copy.deepcopy(loaded)
-        shard = shard_tokens(ids, plan.shift_labels(ids), plan)
-        return plan.unshard(hidden_states(ours, shard, Plans.of(plan), burst_attention), 1)
+        ours = hf.parallelize(copy.deepcopy(loaded), group)
+        return ours(input_ids=ids, logits="gather").logits
 
-    expected = model.model(ids).last_hidden_state
+    expected = model(ids).logits
     with torch.no_grad(), local_world(3) as ranks:
         for found in ranks.run(rank):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float64)
     plain.load_state_dict(model.state_dict())
-    assert (plain.model(ids).last_hidden_state - expected).abs().max() > 1e-3, "the scaling shows"
+    assert (plain(ids).logits - expected).abs().max() > 1e-3, "the scaling shows"

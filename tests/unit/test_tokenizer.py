@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from burst_train.data.tokenizer import ByteTokenizer, HubTokenizer, open_tokenizer
-from burst_train.parallel.tensor import FAMILIES
+from burst_train.strategies import FAMILIES
 
 SPELLED = ["<s>", "</s>", "<pad>", "<|endoftext|>", "<|im_start|>", "\x00", "\ufeff", "e\u0301", "🦙", "  ", "\r\n", ""]
 TEXTS = st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=6).map("".join)

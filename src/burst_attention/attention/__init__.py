@@ -1,7 +1,19 @@
 """Exact attention over shards: the public call, its torch operator, plans, and the sweep that computes it (GAO)."""
 
+from .batch import Reach, mask_of, widest_of
 from .call import burst_attention
+from .hardware import known_rates, shape_of, usual_rates
 from .new_plan import make_plan
 from .plan import Plan
 
-__all__ = ["Plan", "burst_attention", "make_plan"]
+__all__ = [
+    "Plan",
+    "Reach",
+    "burst_attention",
+    "known_rates",
+    "make_plan",
+    "mask_of",
+    "shape_of",
+    "usual_rates",
+    "widest_of",
+]

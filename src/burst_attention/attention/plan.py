@@ -293,16 +293,38 @@ class Plan:
         _check_dim(x, dim, layout)
         return x.index_select(dim, torch.from_numpy(layout.places(self.rank)).to(x.device, non_blocking=True))
 
-    def unshard(self, x: Tensor, dim: int, *, grad: Literal["slice", "sum"] = "slice") -> Tensor:
+    def unshard(
+        self, x: Tensor, dim: int, *, grad: Literal["slice", "sum"] = "slice", at: Sequence[int] | None = None
+    ) -> Tensor:
         """Gather the global tensor on every rank: S_local entries along ``dim`` become S. Every rank must call it.
 
         Args:
             x: this rank's shard; the other dims and the dtype must be equal on all ranks.
+            at: the entries to gather, ascending and the same on all ranks, in place of all S; only they are sent.
             grad: how the backward treats the ranks' gradients. ``slice``: every rank computes the same loss, so it
                 takes this rank's slice of its gradient and moves nothing. ``sum``: each rank computes a share of one
                 loss, so it adds up all ranks' gradients of this slice.
         """
-        return reshard("unshard", x, dim, grad, self.schedule.layout, self.transport, self.agreement)
+        layout = self.schedule.layout
+        if at is not None:
+            x, layout = self._picked(x, dim, at)
+        return reshard("unshard", x, dim, grad, layout, self.transport, self.agreement)
+
+    def _picked(self, x: Tensor, dim: int, at: Sequence[int]) -> tuple[Tensor, Layout]:
+        """Return those entries of a shard that ``at`` names, and where all ranks' lie among the entries named."""
+        with self.agreement.entering("unshard", once=True):
+            wanted = np.asarray(at, np.int64)
+            if wanted.ndim != 1 or (len(wanted) and (wanted[0] < 0 or wanted[-1] >= self.seqlen)):
+                raise ValueError(f"at={at!r} must be positions of the sequence's {self.seqlen} tokens")
+            if (np.diff(wanted) <= 0).any():
+                raise ValueError(f"at={at!r} must be ascending")
+            if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.length:
+                shape = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"x has shape {shape}: dim {dim} must be this rank's {self.length} tokens")
+        held = [np.flatnonzero(np.isin(wanted, self.schedule.layout.places(rank))) for rank in range(self.world)]
+        own = np.searchsorted(self._places, wanted[held[self.rank]], sorter=(order := np.argsort(self._places)))
+        local = torch.from_numpy(order[own]).to(x.device, non_blocking=True)
+        return x.index_select(dim, local), Layout.of_stretches([[(int(n), int(n) + 1) for n in each] for each in held])
 
     def sum_shards(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of the sum of all ranks' ``x``: S entries along ``dim`` become S_local.

@@ -6,11 +6,14 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from burst_attention.launch.join import RankContext
 from burst_attention.launch.local import RefusedError
+from burst_attention.planner.rates import Rates
 
 from ..config import TrainConfig
 from ..data.sequences import Cursor
@@ -175,14 +178,33 @@ class Saver:
             self.tell(f"the checkpoint after step {step} could not be written: {error}; earlier checkpoints remain")
 
 
-def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
-    """Resume from the checkpoint that ``--resume`` names, on every rank; ValueError if that is not possible."""
-    context = run.context
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint to resume from, the same on all ranks."""
+
+    folder: Path
+    state: State
+    rates: Rates | None  # by which the run was planned, if as many ranks measured them: others would round differently
+
+
+def resumable(config: TrainConfig, context: RankContext, tell: Callable[[str], None]) -> Resumed | None:
+    """Return the checkpoint that ``--resume`` of rank 0 names; on every rank; ValueError if it can't be used."""
+    asked = context.collect(config.run.resume)[0]
+    if not asked:
+        return None
     try:
-        folder = all_or_raise(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())[0]
-        state = all_or_raise(context, lambda: _read(run.config, folder))[context.rank]
+        folder = all_or_raise(context, lambda: _find(config, asked, tell) if context.rank == 0 else Path())[0]
+        state = all_or_raise(context, lambda: _read(config, folder))[context.rank]
     except SaveError as error:
         raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
+    rates = Rates.from_dict(state.rates) if state.rates else None
+    fits = rates and rates.measured_on and rates.measured_on.ranks == context.context_mesh.size()
+    return Resumed(folder, state, rates if fits else None)
+
+
+def resume(run: Run, resumed: Resumed, tell: Callable[[str], None]) -> None:
+    """Resume from a checkpoint, on every rank."""
+    folder, state = resumed.folder, resumed.state
     tensors = tensors_of(run.model, run.optimizer)
     waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
     files.load(folder, tensors)

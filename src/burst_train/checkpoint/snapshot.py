@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from burst_attention import Plan
 from burst_attention.cli.flags import flag
 from burst_attention.launch.join import RankContext
-from burst_attention.planner.rates import Rates
 
 from ..checked import FORMAT
 from ..config import TrainConfig, checked_settings
@@ -26,6 +25,7 @@ from .state import Optimizer, State, set_generators
 
 WAITING = "data.waiting"
 WEIGHTS = "weights."
+OURS = "model."  # prefix of transformers' names of parameters
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = (
@@ -54,7 +54,15 @@ class Run(Protocol):
     last_loss: float
     held_out: float | None
 
-    def plan_by(self, rates: Rates) -> None: ...
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the names of parameters in checkpoints."""
+    return {parameter: f"{OURS}{name}" for name, parameter in _inner(model).named_parameters()}
+
+
+def _inner(model: nn.Module) -> Any:
+    """Return the transformers model of the module that is trained, which may be inside of one to compare with."""
+    return model if isinstance(model, PreTrainedModel) else model.get_submodule("model")
 
 
 def is_adapter(name: str) -> bool:
@@ -64,12 +72,13 @@ def is_adapter(name: str) -> bool:
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the trained weights and AdamW's moments by name, sharded and not copied unless moments have 8 bits."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = names_of(model)
     adapted = any(map(is_adapter, names.values()))
     tensors = {f"{WEIGHTS}{name}": p.detach() for p, name in names.items() if is_adapter(name) or not adapted}
     if not adapted:
-        kept = model.state_dict().keys()
-        tensors |= {f"{WEIGHTS}{name}": buffer for name, buffer in model.named_buffers() if name in kept}
+        inner = _inner(model)
+        kept = inner.state_dict().keys()
+        tensors |= {f"{WEIGHTS}{OURS}{name}": buffer for name, buffer in inner.named_buffers() if name in kept}
     for parameter in _parameters(optimizer):
         held = optimizer.state[parameter]
         if not held:
@@ -80,7 +89,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def put_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Store the loaded moments in the optimizer; ``tensors`` comes from :func:`tensors_of`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = names_of(model)
     for parameter in _parameters(optimizer):
         for moment in MOMENTS:
             put_back(optimizer.state[parameter][moment], tensors[f"{moment}.{names[parameter]}"])
@@ -127,7 +136,7 @@ def _in_8_bits(x: Tensor) -> bool:
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of a run after its latest step that JSON holds; ``generators``: the ranks' states, by rank."""
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    names = names_of(run.model)
     groups = [
         {key: _number(value) for key, value in group.items() if key != "params"}
         | {"parameters": [names[parameter] for parameter in group["params"]]}
@@ -136,7 +145,7 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
     counts = {names[each]: float(run.optimizer.state[each]["step"]) for each in _parameters(run.optimizer)}
     most = max(counts.values())
     fewer = {name: count for name, count in counts.items() if count < most}  # they had no gradient in some steps
-    generation = getattr(getattr(run.model, "model", None), "generation_config", None)  # that a loaded model came with
+    generation = getattr(_inner(run.model), "generation_config", None)  # that a loaded model came with
     return {
         "format": FORMAT,
         "step": run.step,
@@ -200,16 +209,13 @@ def restore(run: Run, state: State, cursor: Cursor) -> None:
     schedule.last_epoch = state.schedule.last_epoch - 1
     schedule._step_count = state.schedule.last_epoch  # or torch warns that it steps before the optimizer
     schedule.step()
-    rates = state.rates and Rates.from_dict(state.rates)
-    if rates and rates.measured_on and rates.measured_on.ranks == run.plan.world:
-        run.plan_by(rates)  # another choice of the planner would round differently
     run.sequences = run.reader.training(cursor)
     if run.context.rank < len(state.generators):  # additional ranks have no saved state
         set_generators(state.generators[run.context.rank])
 
 
 def _restore_optimizer(run: Run, saved: Optimizer) -> None:
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    names = names_of(run.model)
     ours, name = run.optimizer.param_groups, type(run.optimizer).__name__
     if saved.name != name or len(saved.groups) != len(ours):
         raise ValueError(f"{STATE}, optimizer: 'groups' are not those of {name}")

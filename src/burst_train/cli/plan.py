@@ -13,7 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from burst_attention.attention.hardware import known_rates, usual_rates
+from burst_attention.attention import known_rates, usual_rates
 from burst_attention.cli.flags import NUMBERS, Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.tables import print_table
 from burst_attention.launch import local as launch

@@ -18,10 +18,10 @@ from ..config import TrainConfig
 from ..data.sequences import Cursor, SequenceReader, epochs_text, open_sequences
 from ..data.tokenizer import BYTES
 from ..memory import binary_text, check_fits, free_memory, parts_text
-from ..parallel import FOREIGN, Heads, choose
 from ..presets import PRESETS
 from ..run.folder import NEWEST, list_checkpoints
 from ..step.evaluation import EvalConfig
+from ..strategies import FOREIGN, MEGATRON, Heads, choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -120,7 +120,7 @@ def _held_out_lengths(config: TrainConfig, reader: SequenceReader, least: int) -
 
 def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int] | None:
     """Predict the bytes of a rank's tensors at the peak of a step; None if no formula gives them."""
-    from burst_attention.attention.hardware import known_rates, usual_rates
+    from burst_attention.attention import known_rates, usual_rates
 
     from ..forecast.forecast import predicted_step
     from ..forecast.models import FORMULA, Model
@@ -155,7 +155,7 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
 
 def least_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int]:
     """Return bytes of what a rank holds of any model at the end of a step; the rest is not predicted."""
-    from ..parallel.body import build_empty
+    from ..structure import build_empty
 
     if config.memory.optimizer_offload:
         return {}
@@ -172,7 +172,7 @@ def _first_lines(
     config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: Mapping[str, int] | None
 ) -> tuple[str, ...]:
     name, data, parallel = config.model.model, config.data, config.parallel
-    ours = parallel.strategy not in FOREIGN
+    ours = parallel.strategy not in MEGATRON
     kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto (one proven on the GPU)"
     own = BYTES if name in PRESETS else f"{name}'s own"
     random = " with random weights" * (name in PRESETS)

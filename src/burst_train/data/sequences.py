@@ -61,6 +61,13 @@ class TokenSequence:
         return np.where(self.tokens < 0, NO_TARGET, self.tokens)
 
     @property
+    def targets(self) -> np.ndarray:
+        """The next token's id at each token, -100 where it is none; int32 [S]. Documents don't predict one another."""
+        targets = np.append(self.labels[1:], np.int32(NO_TARGET))
+        targets[np.asarray(self.cu_seqlens or (), np.int64)[1:] - 1] = NO_TARGET
+        return targets
+
+    @property
     def valid_tokens(self) -> int:
         """Number of tokens that are predicted: targets, but for the first token of each document."""
         borders = np.unique((0, len(self.tokens)) if self.cu_seqlens is None else self.cu_seqlens)

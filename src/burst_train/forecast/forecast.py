@@ -17,8 +17,8 @@ from burst_attention.plan.strategy import strategy_of, text_of
 from burst_attention.planner.choice import TIE
 
 from ..memory import RematName, Saving
-from ..parallel import FOREIGN, choose
 from ..presets import PRESETS
+from ..strategies import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
 from .memory import OVERLAPPING, REMATS, Step

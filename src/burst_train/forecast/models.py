@@ -17,14 +17,13 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from burst_attention.attention.batch import Reach
-from burst_attention.integrations.hf.known import mechanism, mixers_of
+from burst_attention.integrations import hf
 
-from ..parallel import Heads
-from ..parallel.body import attention_reaches, build_empty, decoder_layers
 from ..presets import POSITIONS, PRESETS, has_own_positions
 from ..step.model import load_config
 from ..step.positions import scale_rope
+from ..strategies import Heads
+from ..structure import build_empty, decoder_layers
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
@@ -49,7 +48,7 @@ class Model(Heads):
     products: int  # multiplications per token in the layers, without the attention itself
     head_products: int  # multiplications per token in the head
     tied: bool  # embedding and head are one matrix
-    reaches: tuple[Reach, ...]  # what each attention sees
+    reaches: tuple[hf.Reach, ...]  # what each attention sees
     positions: int | None = None  # max_position_embeddings; None: not stated, or as many as the run needs
 
     @classmethod
@@ -60,12 +59,13 @@ class Model(Heads):
         experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
         if experts is not None:
             raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
-        reaches, layers = attention_reaches(model), decoder_layers(model)
+        reaches, layers = hf.attention_windows(model), decoder_layers(model)
         if not reaches or not heads.q_heads:
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
         inside = {id(p): _matrix(p) for p in layers.parameters()}
         linear = [each for layer in layers for each in layer.modules() if isinstance(each, nn.Linear)]
-        states = sum(_state_products(mixer) for layer in layers for _, mixer in mixers_of(layer))
+        recurrent = hf.recurrent_layers(layers).items()
+        states = sum(_state_products(layers.get_submodule(path), kind) for path, kind in recurrent)
         head = model.get_output_embeddings().weight
         return cls(
             **vars(heads),
@@ -108,7 +108,7 @@ class Model(Heads):
         return self.kv_heads * self.head_dim
 
     @property
-    def windows_by_count(self) -> Mapping[Reach, int]:
+    def windows_by_count(self) -> Mapping[hf.Reach, int]:
         """Number of attention layers with each reach, those that see all first."""
         return Counter(sorted(self.reaches, key=lambda reach: reach is not None))
 
@@ -165,15 +165,14 @@ def _matrix(parameter: nn.Parameter) -> Matrix:
     return rows, parameter.numel() // max(1, rows)
 
 
-def _state_products(mixer: Any) -> int:
-    """Return a mixer's multiplications per token outside of its linear layers."""
-    kind = mechanism(mixer)
+def _state_products(mixer: Any, kind: str) -> int:
+    """Return a recurrent layer's multiplications per token outside of its linear layers."""
     convolutions = sum(each.weight.numel() for each in mixer.modules() if isinstance(each, nn.Conv1d))
     if kind == "convolution":
         return convolutions
     if kind == "Mamba 1":
         return convolutions + 3 * mixer.intermediate_size * mixer.ssm_state_size
-    heads, keys, values = (getattr(mixer, size) for size in _STATES[str(kind)])
-    if "delta" in str(kind):
+    heads, keys, values = (getattr(mixer, size) for size in _STATES[kind])
+    if "delta" in kind:
         return convolutions + 3 * heads * keys * (values + keys)
     return convolutions + 2 * heads * keys * values

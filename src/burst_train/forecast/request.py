@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 
 from burst_attention import Mask
-from burst_attention.attention.batch import mask_of, widest_of
-from burst_attention.attention.hardware import shape_of
+from burst_attention.attention import mask_of, shape_of, widest_of
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import BALANCED

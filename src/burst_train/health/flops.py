@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burst_attention.attention.batch import Reach, mask_of
+from burst_attention.attention import Reach, mask_of
 from burst_attention.plan.band import band_area
 
 from ..data.sequences import TokenSequence
-from ..parallel import Heads
+from ..strategies import Heads
 
 # Dense bf16 and fp16 operations per second, from NVIDIA's data sheets. The first name that matches is used.
 PEAKS = {

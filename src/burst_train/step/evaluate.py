@@ -11,41 +11,36 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burst_attention import Plan, make_plan
-from burst_attention.attention.batch import Plans, Reach
 from burst_attention.launch.join import DATA, RankContext, join, make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
-from ..parallel import SINGLE, Heads, choose
-from ..parallel.body import windows_of
+from ..strategies import SINGLE, Heads, choose
 from .evaluation import EvalConfig, StrategyResult
-from .model import NextTokenModel, batch_of, build_model, model_config
+from .model import batch_of, build_model, model_config
 
 
 @torch.no_grad()
 def token_losses(
-    model: NextTokenModel,
+    model: nn.Module,
     sequences: Sequence[TokenSequence],
     *,
     plan: Plan,
-    windows: list[Reach],
     context: RankContext,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (index, fp32 or fp64 [S] in global order on the CPU, 0 without a target), each sequence on one rank.
 
-    All ranks must exhaust it; groups of ranks share the sequences of ``plan.seqlen`` tokens each.
+    All ranks must exhaust it; groups of ranks share the sequences. ``plan``: of the model.
     """
     groups = context.mesh[DATA].size()
     for start in range(0, len(sequences), groups):
         # Every group takes part in every round, because parameters are gathered from all ranks.
         index = min(start + context.group_index, len(sequences) - 1)
         sequence = sequences[index]
-        plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
-        shard = model.parallelism.shard(batch_of([sequence], context.device), plans)
-        loss = plans.one.unshard(model(shard, plans, per_token=True), 1)[0]
+        loss = -model(**batch_of([sequence], context.device), fused_lm_head="log_probs").log_probs[0]
         if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
             yield index, loss.cpu()
         if progress:
@@ -118,7 +113,6 @@ class _Evaluator:
             rope_scaling=config.rope_scaling,
             named=config.as_training.data.tokenizer,
         )
-        self.windows = windows_of(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:
@@ -127,23 +121,24 @@ class _Evaluator:
 
     def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> StrategyResult:
         """Evaluate all sequences with one strategy."""
-        shared, groups = choose(name), self.context.world if name == SINGLE else 1
+        sharing, groups = choose(name), self.context.world if name == SINGLE else 1
         context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
+        heads, timeout = Heads.of(self.model_config), self.config.timeout
+        plan = sharing.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         model = build_model(
             self.config.model,
             self.model_config,
-            shared,
+            sharing,
+            plan,
             dtype=self.dtype,
             mesh=context.mesh,
             everyone=context.everyone,
             seed=self.config.as_training.run.seed,
         ).eval()
-        heads, timeout = Heads.of(self.model_config), self.config.timeout
-        plan = shared.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         context.collect(None)  # a barrier: all ranks start the clock together
         began = time.perf_counter()
         tell = (lambda done: progress(done, len(self.sequences))) if progress else None
-        found = token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context, progress=tell)
+        found = token_losses(model, self.sequences, plan=plan, context=context, progress=tell)
         losses = dict(found)
         return self._result(name, losses, time.perf_counter() - began)
 

@@ -39,7 +39,7 @@ from ..config import (
     TrainConfig,
     check_strategy,
 )
-from ..parallel import STRATEGIES
+from ..strategies import STRATEGIES
 
 STRATEGIES_HELP = (
     f"Strategies to run, as for burst train ({', '.join(STRATEGIES)}). Several are compared token by token with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,19 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 
 from ..checkpoint import files
 from ..checkpoint.manifest import STATE, UNFINISHED
-from ..checkpoint.snapshot import WEIGHTS
+from ..checkpoint.snapshot import OURS, WEIGHTS
 from ..checkpoint.state import State
 from ..config import TrainConfig, checked_settings, with_settings
 from ..data.tokenizer import Tokenizer, open_tokenizer
-from ..parallel.body import build_empty
 from ..run.folder import first_line, text_of
+from ..structure import build_empty
 from .lora import merge, with_adapters
-from .model import NextTokenModel
 
-OURS = "model."  # prefix of transformers' parameter names in a NextTokenModel
 KINDS = {name: dtype for dtype, name in files.DTYPES.items()}
 
 
 def save_model(
-    wrapper: NextTokenModel,
+    trained: Any,
     tokenizer: Tokenizer,
     folder: Path,
     *,
@@ -38,21 +37,22 @@ def save_model(
     lora: int | None = None,
     source: str = "",
 ) -> None:
-    """Save the model for ``AutoModelForCausalLM`` in ``dtype`` (None: as trained); every rank must call it.
+    """Save a trained model of transformers in ``dtype`` (None: as trained). Every rank must call it.
 
     ``lora``: the rank of adapters, which are merged, and saved alone as adapters of the model ``source``.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered: dict[str, Any] = dict(get_model_state_dict(wrapper, options=options))
+    gathered: dict[str, Any] = dict(get_model_state_dict(trained, options=options))
     if rank:
         return
-    model = build_empty(wrapper.model.config)
-    weights = {name.removeprefix(OURS): value for name, value in gathered.items()}
+    config = deepcopy(trained.config)  # has the attention over ranks, which is no attention of one process
+    config._attn_implementation = None
+    model = build_empty(config)
     if lora is None:
-        _load(model, weights, "the model")
+        _load(model, gathered, "the model")
     else:
-        model = merge(with_adapters(model, weights, lora), folder, source)
-    model.generation_config = wrapper.model.generation_config
+        model = merge(with_adapters(model, gathered, lora), folder, source)
+    model.generation_config = trained.generation_config
     _write(model, folder, dtype)
     tokenizer.save(folder)
 

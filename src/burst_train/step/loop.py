@@ -20,6 +20,7 @@ from ..run.lock import check_inputs
 from ..run.metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
 from ..run.tracking import Tracking
 from .export import save_model, saved_dtype
+from .model import model_in
 from .trainer import Trainer as Trainer
 
 
@@ -107,7 +108,7 @@ def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord
         all_or_raise(
             context,
             lambda: save_model(
-                trainer.model,
+                model_in(trainer.model),
                 trainer.tokenizer,
                 target,
                 rank=context.rank,

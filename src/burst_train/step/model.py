@@ -14,31 +14,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from burst_attention.attention.batch import Plans
-from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.link import connect, resolve_group
+from burst_attention import Plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import tensor_axis
-from burst_attention.integrations.hf.checks import experts_for
-from burst_attention.integrations.hf.parts import ALONE, check_random
-from burst_attention.integrations.hf.stub_forward import added_losses, body_of
 from burst_attention.launch.join import CONTEXT, DATA, SHARDS
-from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
 from ..data.tokenizer import BYTES, Tokenizer
 from ..memory import MemoryConfig
-from ..parallel import Heads, Parallelism
-from ..parallel.body import build_empty, run_on_shards, windows_of
 from ..presets import POSITIONS, PRESETS
 from ..run.folder import first_line
+from ..strategies import Heads, Sharing
+from ..structure import build_empty, decoder_layers
+from .compare import NAME as WHOLE_SEQUENCE
+from .compare import Compared, register
 from .lora import add_adapters
 from .positions import set_positions
+from .sharding import shard_parameters
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
@@ -118,33 +112,20 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         hf.check_config(config, training=training, layout=layout)
         empty = build_empty(config)
         _check_parts(config, empty)
-        if training:
-            check_random(empty)
     except ValueError as error:
-        # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.
-        why = str(error).replace(ALONE, ALONE.replace("run it", "run it by hf.parallelize"))
-        raise ValueError(f"--model {model!r}: {why}") from error
+        raise ValueError(f"--model {model!r}: {error}") from error
     text = config.get_text_config(decoder=True)
     # The causal model of some whole models' configurations is their language model alone (Qwen3.5).
     return text if text is not config and type(empty.config) is type(text) else config
 
 
 def _check_parts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Raise ValueError if FSDP2 can't shard the model's layers, or its forward adds a loss."""
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True of the configuration adds the router's loss, which this command does not "
-            "compute; set it to false, or train by hf.parallelize, which does"
-        )
-    for name, factor in added_losses(model).items():
+    """Raise ValueError if FSDP2 can't shard the model's layers, or the sizes of its heads are not known."""
+    decoder_layers(model)
+    for name, factor in hf.added_losses(model).items():
         raise ValueError(
             f"{name}={factor} of the configuration adds a loss, which this command does not compute; set it to 0, or "
             "train by hf.parallelize, which does"
-        )
-    if idle := getattr(config, "zero_expert_num", None):
-        raise ValueError(
-            f"zero_expert_num={idle} of the configuration: a rank whose tokens all go to such experts has no gradient "
-            "for the others, and FSDP2 needs one on every rank; train it by hf.parallelize and DDP"
         )
     try:
         heads = Heads.of(config)
@@ -153,7 +134,7 @@ def _check_parts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
             f"the configuration does not state one size of the heads for all layers ({first_line(error)}); train it by "
             "hf.parallelize and a trainer"
         ) from error
-    if windows_of(config) and not heads.q_heads:
+    if hf.attention_windows(model) and not heads.q_heads:
         raise ValueError("the configuration has no num_attention_heads; train it by hf.parallelize and a trainer")
 
 
@@ -162,56 +143,25 @@ def ranks_of_heads(config: PreTrainedConfig, ranks: int) -> int:
     if ranks == 1:
         return 1
     try:
-        return tensor_axis.plan_of(build_empty(config), ranks)[1]
+        return hf.ranks_of_heads(build_empty(config), ranks)
     except ValueError as error:
         raise ValueError(f"--tensor-parallel {ranks}: {error}") from error
 
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the global batch for a strategy's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
-    parts = {"input_ids": [each.ids for each in sequences], "labels": [each.labels for each in sequences]}
-    return {name: torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for name, rows in parts.items()}
-
-
-class NextTokenModel(nn.Module):
-    """A causal language model whose forward is its loss, so that the head's weight is used inside FSDP's root."""
-
-    def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
-        super().__init__()
-        self.model = model
-        self.parallelism = parallelism
-        self.form = hf.find_form(model)
-
-    def forward(
-        self,
-        shard: dict[str, torch.Tensor],
-        plans: Plans,
-        num_valid: int | None = None,
-        *,
-        per_token: bool = False,
-    ) -> torch.Tensor:
-        """Return the mean loss of a shard over ``num_valid`` tokens, or the losses ``per_token`` [B, S_local]."""
-        hidden, head = self.parallelism.hidden(self.model, shard, plans), self._head()
-        plan, labels = Plans.of(plans).one, shard["shift_labels"]
-        if per_token:
-            return next_token_nll(hidden, head.weight, labels, plan, **head.options)
-        return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
-
-    def _head(self) -> Head:
-        return self.parallelism.head(hf.find_head(self.model, self.form))
-
-    def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
-        """Return the next token's logits [B, V] on the last token's rank; None elsewhere."""
-        hidden = self.parallelism.hidden(self.model, shard, plans)
-        plan = Plans.of(plans).one
-        here = (plan.positions == plan.seqlen - 1).nonzero()
-        return self._head().local().logits(hidden[:, here[0, 0]]) if len(here) else None
+    """Return a whole batch: ``input_ids`` and ``shift_labels``, int64 [B, S]; the borders of packed documents."""
+    parts = {"input_ids": [each.ids for each in sequences], "shift_labels": [each.targets for each in sequences]}
+    batch = {name: torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for name, rows in parts.items()}
+    if (borders := sequences[0].cu_seqlens) is not None:
+        batch["cu_seq_lens_q"] = torch.tensor(borders, dtype=torch.int32)
+    return batch
 
 
 def build_model(
     name: str,
     config: PreTrainedConfig,
-    parallelism: Parallelism,
+    sharing: Sharing,
+    plan: Plan,
     *,
     dtype: torch.dtype,
     mesh: DeviceMesh,
@@ -220,17 +170,66 @@ def build_model(
     memory: MemoryConfig | None = None,
     lora: int | None = None,
     tensor: DeviceMesh | None = None,
-) -> NextTokenModel:
-    """Build the model and shard its parameters. Weights do not depend on the strategy or the number of ranks.
+) -> nn.Module:
+    """Build the model over the ranks of ``plan``, and shard its parameters; a call takes :func:`batch_of`'s entries.
 
-    Only rank 0 creates or loads the weights, and sends the others their shards. ``dtype``: of the computation; weights
-    and gradient sums are fp32, or fp64 if it is. ``mesh``: (data, context, ...); ``everyone``: its ranks as one axis.
-    ``tensor``: the axis of ``mesh`` over which layers are cut.
+    Weights do not depend on the strategy or the number of ranks. Only rank 0 creates or loads them, and sends the
+    others their shards. ``dtype``: of the computation; weights and gradient sums are fp32, or fp64 if it is. ``mesh``:
+    (data, context, ...); ``everyone``: its ranks as one axis. ``tensor``: the axis of ``mesh`` over which layers are
+    cut.
     """
-    hf.register()
+    root: nn.Module
+    memory, first = memory or MemoryConfig(), everyone.get_rank() == 0
+    model = _with_weights(name, config, sharing, dtype=dtype, seed=seed, lora=lora, first=first)
+    weights = dict(model.state_dict()) if first else {}
+    if sharing.cuts_layers:
+        compared = root = Compared(model.train(), plan, sequence=sharing.name == "tensor-sequence")
+        if memory.optimizer_offload:
+            raise ValueError(f"--optimizer-offload is not for --strategy {sharing.name}; leave it out")
+        _save_memory(model, memory)
+        compared.cut(mesh[CONTEXT])
+        everyone = mesh[DATA]  # FSDP2 shards over the data-parallel groups. It also keeps fp32 weights for bf16
+    else:
+        if tensor is not None:
+            for parameter in model.parameters():  # which ranks compare; the weights follow
+                parameter.data = torch.zeros_like(parameter)
+            hf.tensor_parallel(model, tensor)
+            everyone = mesh[DATA, CONTEXT]._flatten(SHARDS)
+        root = hf.parallelize(model.train(), plan=plan, gradients="sum", memory=memory.of_layers)
+    if memory.compile:
+        for layer in decoder_layers(model):
+            for part in COMPILED:
+                if part in layer._modules:
+                    layer.get_submodule(part).compile()
+    shard_parameters(root, model, everyone, dtype, offload=memory.optimizer_offload)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    buffers = [*model.buffers()]  # such as rotary frequencies, which are in no state dict
+    dtypes = [[buffer.dtype for buffer in buffers]]  # of a loaded model they follow the weights' dtype
+    dist.broadcast_object_list(dtypes, 0)
+    for buffer, kind in zip(buffers, dtypes[0], strict=True):
+        buffer.data = buffer.data.to(kind)
+        dist.broadcast(buffer, 0)
+    return root
+
+
+def _with_weights(
+    name: str,
+    config: PreTrainedConfig,
+    sharing: Sharing,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    lora: int | None,
+    first: bool,
+) -> PreTrainedModel:
+    """Return the whole model on the CPU, in fp32 or fp64; ``first``: whether this rank holds its weights."""
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    how = {"attn_implementation": hf.NAME, **experts_for(dtype)}
-    first = everyone.get_rank() == 0
+    how = {}
+    if sharing.cuts_layers:
+        register()
+        how["attn_implementation"] = WHOLE_SEQUENCE
+    if master == torch.float64:
+        how["experts_implementation"] = "eager"  # torch has no grouped products in fp64
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):
         if first and name not in PRESETS:
@@ -247,42 +246,18 @@ def build_model(
         # Unwritten memory needs no physical pages, and sharding keeps only this rank's part.
         model.to_empty(device="cpu")
         model.tie_weights()
-    memory = memory or MemoryConfig()
-    _, agreement = connect(resolve_group(mesh[CONTEXT]), None)
-    _save_memory(body_of(model), memory, agreement)
-    run_on_shards(model)
-    wrapper = NextTokenModel(model.train(), parallelism)
-    weights = dict(wrapper.state_dict()) if first else {}
-    if tensor is not None:
-        tensor_axis.cut(model, tensor, connect(resolve_group(tensor), None)[1])
-        everyone = mesh[DATA, CONTEXT]._flatten(SHARDS)
-    parallelism.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
-    register_fsdp_forward_method(wrapper, "last_logits")
-    set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    buffers = [*wrapper.buffers()]  # such as rotary frequencies, which are in no state dict
-    dtypes = [[buffer.dtype for buffer in buffers]]  # of a loaded model they follow the weights' dtype
-    dist.broadcast_object_list(dtypes, 0)
-    for buffer, kind in zip(buffers, dtypes[0], strict=True):
-        buffer.data = buffer.data.to(kind)
-        dist.broadcast(buffer, 0)
-    return wrapper
+    whole: PreTrainedModel = model
+    return whole
 
 
-def _save_memory(body: nn.Module, memory: MemoryConfig, agreement: Agreement) -> None:
-    """Apply ``memory`` to a model without its head, before FSDP2; ValueError on every rank if one can't."""
-    with agreement.entering("the model"):
-        hf.Memory(
-            recompute=memory.remat,
-            attention_chunks=memory.attention_chunks,
-            mlp_chunks=memory.mlp_chunks,
-            offload=None if memory.offload == "none" else memory.offload,
-        ).apply(body)
-    agreement.agree("the model", {"memory": repr(memory)})
-    if memory.compile:
-        for layer in body.modules():
-            for name in COMPILED if isinstance(layer, GradientCheckpointingLayer) else ():
-                if name in layer._modules:
-                    layer.get_submodule(name).compile()
+def model_in(root: nn.Module) -> Any:
+    """Return the transformers model of :func:`build_model`'s result."""
+    return root.model if isinstance(root, Compared) else root
+
+
+def _save_memory(model: PreTrainedModel, memory: MemoryConfig) -> None:
+    """Apply ``memory`` to a model that is cut over ranks to be compared."""
+    memory.of_layers.apply(model.model)
 
 
 def _load_weights(name: str, config: PreTrainedConfig, how: Mapping[str, str], dtype: torch.dtype) -> PreTrainedModel:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import tensor_axis
 
 from ..config import ScheduleName, TrainConfig
 
@@ -62,7 +61,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:
     """Clip gradients to a global norm of ``largest`` (0: don't); return the norm before, if not finite unclipped."""
-    if any(tensor_axis.cut_of(module) for module in model.modules()):  # its weights are on several meshes
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    if len(meshes) > 1:  # as where layers are cut over a tensor-parallel axis
         return hf.clip_grad_norm_(model.parameters(), largest or math.inf).item()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

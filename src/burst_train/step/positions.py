@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..config import yarn_factor
-from ..parallel.body import build_empty
 from ..presets import PRESETS, has_own_positions
+from ..structure import build_empty
 
 
 def set_positions(

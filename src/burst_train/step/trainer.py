@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 
 import torch
@@ -13,24 +13,23 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
-from burst_attention.attention.batch import PlanCache, Plans
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
+from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
-from burst_attention.planner.rates import Rates
 
-from ..checkpoint.saving import resume
+from ..checkpoint.saving import resumable, resume
 from ..checkpoint.snapshot import Run
 from ..config import TrainConfig
 from ..data.sequences import ReadAhead, TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
-from ..parallel import Heads, choose
-from ..parallel.body import windows_of
 from ..run.metrics import StepRecord, Summary
+from ..strategies import Heads, choose
+from ..structure import windows_of
 from .evaluate import token_losses
-from .model import batch_of, build_model, model_config, ranks_of_heads
+from .model import batch_of, build_model, model_config, model_in, ranks_of_heads
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 READ_AHEAD = 2  # steps
@@ -52,18 +51,21 @@ class Trainer(Run):
             named=config.data.tokenizer,
         )
         self.windows = windows_of(self.model_config)
-        self.parallelism = choose(**config.how)
+        self.sharing = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.own_heads = self.heads.of_rank(ranks_of_heads(self.model_config, config.parallel.tensor_parallel))
-        self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
-        self.plan, self.plans = self._make_plans()
+        self.notes: list[str] = []  # for the user
+        self.resumed = resumable(config, context, self.notes.append)
+        self.rates = None if self.resumed is None else self.resumed.rates  # None: this user's, or measured
+        self.plan = self._make_plan()
         self._everyone: Agreement | None = None  # of several groups; the ranks of one group compare by their plan
         if self.plan.world < context.world:
             _, self._everyone = connect(resolve_group(context.everyone), config.parallel.timeout)
         self.model = build_model(
             config.model.model,
             self.model_config,
-            self.parallelism,
+            self.sharing,
+            self.plan,
             dtype=self.dtype,
             mesh=context.mesh,
             everyone=context.everyone,
@@ -85,13 +87,13 @@ class Trainer(Run):
 
     def go_on(self) -> list[str]:
         """Resume from ``--resume``, if rank 0's configuration sets it; return notes for the user."""
-        notes: list[str] = []
+        notes = self.notes
         if self.config.model.lora is not None:
             sizes = [(p.requires_grad, p.numel()) for p in self.model.parameters()]
             trained, frozen = (sum(size for wanted, size in sizes if wanted is each) for each in (True, False))
             notes.append(f"--lora trains {trained:,} parameters; {frozen:,} are frozen")
-        if resumed := self.context.collect(self.config.run.resume)[0]:
-            resume(self, resumed, notes.append)
+        if self.resumed is not None:
+            resume(self, self.resumed, notes.append)
         return notes
 
     def steps(self) -> Iterator[StepRecord]:
@@ -131,14 +133,19 @@ class Trainer(Run):
             tokens_per_second=self.tokens_per_step / seconds,
             seconds=seconds,
             tokens=step * self.tokens_per_step,
-            bytes_sent=self.plan.transport.sent - sent if self.parallelism.posts else None,
+            bytes_sent=self.plan.transport.sent - sent if self._posts else None,
             bytes_predicted=predicted,
             flops=flops,
             mfu=self._mfu([flops], seconds),
-            exchange_seconds=self._waited() - waited if self.parallelism.posts else None,
+            exchange_seconds=self._waited() - waited if self._posts else None,
             left_out=left_out,
             spike=self._spikes.multiple(loss),
         )
+
+    @property
+    def _posts(self) -> bool:
+        """Whether activations use the plan's transport."""
+        return not self.sharing.cuts_layers
 
     def _waited(self) -> float:
         """Seconds that this rank waited in attention exchanges and their agreements."""
@@ -163,22 +170,25 @@ class Trainer(Run):
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
         batches = [*self._micro_batches(sequences)]
-        for batch, following in itertools.zip_longest(batches, [*batches[1:], *self._coming()]):
-            if following is not None:
-                self.plans.ahead(self.plan.seqlen, following[0].cu_seqlens)
-            part_loss, plans = self._forward(batch, num_valid)
+        read = (batch_of(batch, self.context.device) for batch in [*batches, *self._coming()])
+        coming = hf.ahead(self.model, read) if self._posts else read
+        for batch, entries in zip(batches, coming, strict=False):
+            part_loss = self._forward(entries, num_valid)
             self.watch.enter("backward")
             part_loss.backward()
             self.watch.enter("forward")
             loss += part_loss.item()
-            predicted += self._predict_sent(plans)
+            predicted += self._predict_sent(batch[0].cu_seqlens)
         return self.context.sum_over_groups(loss), predicted
 
-    def _forward(self, batch: list[TokenSequence], num_valid: int) -> tuple[Tensor, Plans]:
-        """Return the batch's part of the mean loss over ``num_valid`` tokens, and its plans."""
-        plans = self.plans.get(self.plan.seqlen, batch[0].cu_seqlens)
-        shard = self.parallelism.shard(batch_of(batch, self.context.device), plans)
-        return self.model(shard, plans, max(num_valid, 1)), plans
+    def _forward(self, batch: Mapping[str, Tensor], num_valid: int) -> Tensor:
+        """Return the batch's part of the mean loss over ``num_valid`` tokens."""
+        out = self.model(**batch, num_items_in_batch=max(num_valid, 1))
+        loss: Tensor = out.loss
+        parts = self.config.sequences_per_step // self.config.optim.batch
+        if getattr(out, "aux_loss", None) is not None and parts > 1:  # the router loss is the mean of the parts'
+            loss = loss + model_in(self.model).router_aux_loss_coef * (1 / parts - 1) * out.aux_loss
+        return loss
 
     def _why_left_out(self, step: int, loss: float, norm: float, sequences: list[TokenSequence]) -> str | None:
         """Return why this step is left out, the same on all ranks; FloatingPointError if ``--on-nan`` says so."""
@@ -196,12 +206,13 @@ class Trainer(Run):
 
     def _first_not_finite(self, sequences: list[TokenSequence]) -> str:
         """Describe where the first non-finite value arose: rerun the forward, then search the gradients."""
-        with OutputWatch(self.model.model) as watch, torch.no_grad():
+        model = model_in(self.model)
+        with OutputWatch(model) as watch, torch.no_grad():
             for batch in self._micro_batches(sequences):
                 watch.next_batch()
-                self._forward(batch, 1)
+                self._forward(batch_of(batch, self.context.device), 1)
         self._reshard()
-        gradient = first_gradient(self.model.model, list(watch.order))
+        gradient = first_gradient(model, list(watch.order))
         outputs, gradients = zip(*self.context.collect((watch.first, gradient)), strict=True)
         return name_first(outputs) or name_first(gradients)
 
@@ -227,10 +238,8 @@ class Trainer(Run):
         tokens = sum(sequence.valid_tokens for sequence in sequences)
         if not tokens:
             return None, 0
-        length = len(sequences[0].tokens)
-        plan = self.plan if length == self.plan.seqlen else self._make_plan(length)
         self.model.eval()
-        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
+        losses = token_losses(self.model, sequences, plan=self.plan, context=self.context)
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
         self._reshard()
@@ -272,22 +281,14 @@ class Trainer(Run):
             record["layout of the tokens"] = self.plan.schedule.layout.description
         (self._everyone or self.plan.agreement).agree("the sequences to train on", record)
 
-    def plan_by(self, rates: Rates) -> None:
-        """Plan again, by these rates. Every rank must call it."""
-        self.rates = rates
-        self.plan, self.plans = self._make_plans()
-
-    def _make_plans(self) -> tuple[Plan, PlanCache]:
-        """Return the plan of a step's sequences, and a cache of those that differ from it in documents."""
-        plan = self._make_plan(self.config.micro_batch[1])
-        return plan, PlanCache(plan, self.windows, causal=plan.mask.causal)
-
-    def _make_plan(self, seqlen: int) -> Plan:
-        self.parallelism.check(self.own_heads, seqlen, self.context.context_mesh.size())
+    def _make_plan(self) -> Plan:
+        """Return the plan of a step's sequences, but for their documents."""
+        seqlen = self.config.micro_batch[1]
+        self.sharing.check(self.own_heads, seqlen, self.context.context_mesh.size())
         group, timeout = self.context.context_mesh, self.config.parallel.timeout
         # Groups that measured their links apart might choose other layouts, and ranks of one axis would mix tokens.
         rates = "preset" if self.rates is None and self.context.tensor_mesh is not None else self.rates
-        return self.parallelism.plan(
+        return self.sharing.plan(
             seqlen, group=group, timeout=timeout, heads=self.own_heads, dtype=self.dtype, rates=rates
         )
 
@@ -304,10 +305,14 @@ class Trainer(Run):
         read = self.sequences.coming(count) if isinstance(self.sequences, ReadAhead) else []
         return [*itertools.islice(self._micro_batches(read), 1)] if len(read) == count else []
 
-    def _predict_sent(self, plans: Plans) -> int:
+    def _predict_sent(self, borders: tuple[int, ...] | None) -> int:
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
-        layers = [plans[window] for window in self.windows]
+        if self._posts:
+            plans = hf.plans_of(self.model, self.plan.seqlen, borders)
+            layers = [plans[window] for window in self.windows]
+        else:
+            layers = [self.plan] * len(self.windows)
         rows = self.config.micro_batch[0]
-        forward, backward = self.parallelism.sent(layers, self.own_heads, batch=rows, dtype=self.dtype)
+        forward, backward = self.sharing.sent(layers, self.own_heads, batch=rows, dtype=self.dtype)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

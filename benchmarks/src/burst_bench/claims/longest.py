@@ -22,15 +22,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
-from burst_attention.attention.batch import Plans
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.launch.join import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError
 from burst_train.cli.preflight import predict_memory
 from burst_train.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from burst_train.data.sequences import TokenSequence
 from burst_train.memory import MemoryConfig
-from burst_train.parallel import Heads, Parallelism, choose
-from burst_train.step.model import build_model
+from burst_train.step.model import batch_of, build_model
+from burst_train.strategies import Heads, Sharing, choose
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
@@ -86,26 +86,26 @@ class LongestArguments(WrittenArguments):
         )
 
 
-def _shared(name: str, flags: dict[str, Any]) -> Parallelism:
+def _shared(name: str, flags: dict[str, Any]) -> Sharing:
     """Return the strategy that ``burst train`` uses with these flags."""
     return choose(name, remat=flags.get("remat", "none"), attention_chunks=flags.get("attention_chunks", 1))
 
 
 def make_step(sizes: LongestArguments, strategy: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
     """Build a model; return an optimizer step on ``length`` random tokens, which returns the loss of its rank."""
-    parallelism, mesh = _shared(strategy, flags), make_mesh("cpu")
+    sharing, mesh = _shared(strategy, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    parallelism.check(Heads.of(sizes.config), length, everyone.size())
+    sharing.check(Heads.of(sizes.config), length, everyone.size())
     options = {"dtype": torch.float32, "mesh": mesh, "everyone": everyone, "seed": 0, "memory": MemoryConfig(**flags)}
-    model = build_model("tiny", sizes.config, parallelism, **options)
+    plan = sharing.plan(length, group=mesh[CONTEXT], timeout=900)
+    model = build_model("tiny", sizes.config, sharing, plan, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    plan = parallelism.plan(length, group=mesh[CONTEXT], timeout=900)
     borders = (*range(0, length, sizes.document), length) if sizes.document else None
-    plans = Plans.by_windows(plan, [None], borders)
 
     def step() -> float:
-        ids = torch.randint(0, sizes.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-        loss = model(parallelism.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
+        ids = torch.randint(0, sizes.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+        batch = batch_of([TokenSequence(ids.int().numpy(), borders)], torch.device("cpu"))
+        loss = model(**batch, num_items_in_batch=length - 1).loss
         loss.backward()
         if not torch.isfinite(loss):
             raise FloatingPointError(f"loss {loss.item()}")

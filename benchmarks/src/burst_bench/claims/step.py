@@ -30,7 +30,7 @@ from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
 from burst_train.data.sequences import TokenSequence
 from burst_train.health.flops import ModelFlops, peak_of
-from burst_train.parallel import Heads
+from burst_train.strategies import Heads
 
 from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident

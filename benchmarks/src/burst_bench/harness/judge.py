@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from burst_attention.testing.check import relative_l2
 from burst_train.step.model import quieten_transformers
 
 from .calls import errors_over_ranks, reference
-from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, shared, whole_logits
+from .subjects import AttentionSubject, ModelSubject, llama_config, make_subject, random_ids, refusal, shared
 from .trace import Trace
 from .workload import Workload, random_qkv
 
@@ -37,8 +38,9 @@ def judge(workload: Workload) -> dict[str, tuple[float, float]]:
         stock = list(by_name.values())
         errors = {spec: _attention_errors(workload, spec, exact) for spec in able}
     else:
-        exact = _reference(workload, "float64")
-        stock = _errors(_reference(workload, workload.dtype), exact)
+        exact = _stock(workload)
+        alone = ModelSubject(workload, shared("single"), Trace(), groups=dist.get_world_size())
+        stock = _errors(_gradients_or_logits(alone), exact)
         errors = {spec: _model_errors(workload, spec, exact) for spec in able}
     bounds = [max(FACTOR * error, FLOOR[workload.dtype]) for error in stock]
     return {spec: _worst(own, bounds) for spec, own in errors.items()}
@@ -110,16 +112,22 @@ def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[fl
     return _errors(_gradients_or_logits(subject), exact)
 
 
-def _reference(workload: Workload, dtype: str) -> list[Tensor]:
-    """Return the results of a single rank in ``dtype``; every rank computes the same."""
-    alone = workload.at(workload.seq_len, dtype=dtype)
-    return _gradients_or_logits(ModelSubject(alone, shared("single"), Trace(), groups=dist.get_world_size()))
+def _stock(workload: Workload) -> list[Tensor]:
+    """Return the results of transformers' own model in fp64, without our code; every rank computes the same."""
+    torch.manual_seed(workload.seed)
+    model: Any = AutoModelForCausalLM.from_config(llama_config(workload), attn_implementation="sdpa").double()
+    ids = random_ids(workload)
+    if workload.task == "prefill":
+        with torch.no_grad():
+            return [model(input_ids=ids, logits_to_keep=1).logits[:, 0]]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def _gradients_or_logits(subject: ModelSubject) -> list[Tensor]:
     """Return each parameter's gradient, or the logits, on every rank."""
     if subject.workload.task == "prefill":
-        return [whole_logits(subject.logits())]
+        return [subject.logits()]
     subject.backward()
     grads: list[Any] = [p.grad for p in subject.model.parameters()]
     return [grad.full_tensor() for grad in grads]

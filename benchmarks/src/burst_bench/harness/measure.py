@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from burst_train.parallel import Parallelism
+from burst_train.strategies import Sharing
 
 from ..cluster.namespaces import interface_bytes
 from .judge import sampled_error
@@ -48,21 +48,21 @@ def measure(workload: Workload) -> list[Measurement]:
         # Libraries allocate memory on first use. A short call of each strategy keeps it out of the figures.
         short = workload.at(min(workload.seq_len, 32 * dist.get_world_size()))
         for at in (short, workload):
-            for own, parallelism in able:
-                _measure_resources(at, own, parallelism)
+            for own, sharing in able:
+                _measure_resources(at, own, sharing)
     if workload.rounds:
         _measure_time(workload, able)
     return measured
 
 
-def _measure_resources(workload: Workload, own: Measurement, parallelism: Parallelism) -> None:
+def _measure_resources(workload: Workload, own: Measurement, sharing: Sharing) -> None:
     """Run one strategy alone, and record its peak memory, its bytes, its fingerprints and its error against fp64."""
     give_back()
     before, trace = resident(), Trace()
     collectives = Collectives(trace)
     dist.barrier()
     start = time.perf_counter()
-    subject, peak = peak_during(lambda: _run_once(workload, parallelism, trace, collectives))
+    subject, peak = peak_during(lambda: _run_once(workload, sharing, trace, collectives))
     if not workload.rounds:  # such calls take too long to run twice
         own.seconds = [time.perf_counter() - start]
     own.peak, own.resident = peak - before, peak
@@ -74,17 +74,17 @@ def _measure_resources(workload: Workload, own: Measurement, parallelism: Parall
     gc.collect()  # a sharded model contains reference cycles
 
 
-def _run_once(workload: Workload, parallelism: Parallelism, trace: Trace, collectives: Collectives) -> Subject:
-    subject = make_subject(workload, parallelism, trace)
+def _run_once(workload: Workload, sharing: Sharing, trace: Trace, collectives: Collectives) -> Subject:
+    subject = make_subject(workload, sharing, trace)
     with collectives:
         subject.run()
     return subject
 
 
-def _measure_time(workload: Workload, able: list[tuple[Measurement, Parallelism]]) -> None:
+def _measure_time(workload: Workload, able: list[tuple[Measurement, Sharing]]) -> None:
     """Time all strategies in turns, round by round; then record a timeline of one more call, if requested."""
     trace = Trace()
-    subjects = [(own, make_subject(workload, parallelism, trace)) for own, parallelism in able]
+    subjects = [(own, make_subject(workload, sharing, trace)) for own, sharing in able]
     for _, subject in subjects:
         subject.warm_up()
     turns = take_turns([partial(_one_round, workload, subject) for _, subject in subjects], workload.rounds)

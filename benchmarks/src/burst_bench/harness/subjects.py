@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
-from burst_attention.attention.batch import Plans
+from burst_attention.attention.call import burst_attention
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
 from burst_attention.launch.join import CONTEXT, TENSOR, make_mesh
 from burst_attention.plan.rows import Direction
-from burst_train.parallel import Parallelism, SequenceParallelism, choose
-from burst_train.parallel.contract import whole_attention
+from burst_train.step.compare import whole_attention
 from burst_train.step.model import build_model
+from burst_train.strategies import FOREIGN, SINGLE, Sharing, choose
 
 from .trace import Trace, traced
 from .workload import Workload, random_qkv
@@ -35,55 +35,50 @@ class Fingerprint(NamedTuple):
     size: float
 
 
-def shared(spec: str) -> Parallelism:
+def shared(spec: str) -> Sharing:
     """Return how ranks share a sequence: a strategy, or ``STRATEGY/tp:N``, by which N neighbours share their tokens.
 
     ValueError: There is no such strategy, or it has no tensor parallelism.
     """
     name, _, cut = spec.partition("/tp:")
-    parallelism = choose(name)
+    sharing = choose(name)
     if not cut:
-        return parallelism
-    if not cut.isdecimal() or int(cut) < 1 or not isinstance(parallelism, SequenceParallelism) or parallelism.alone:
+        return sharing
+    if not cut.isdecimal() or int(cut) < 1 or name in FOREIGN:
         raise ValueError(f"{spec}: give a strategy of burst attention and a number of ranks, such as auto/tp:2")
-    return replace(parallelism, name=spec, tensor_parallel=int(cut))
+    return replace(sharing, name=spec, tensor_parallel=int(cut))
 
 
-def _cut(parallelism: Parallelism) -> int:
-    """Return how many ranks share their tokens and cut the layers."""
-    return getattr(parallelism, "tensor_parallel", 1)
-
-
-def refusal(workload: Workload, parallelism: Parallelism) -> str | None:
-    """Return why ``parallelism`` can't run ``workload`` over these ranks; None if it can."""
-    world, cut = dist.get_world_size(), _cut(parallelism)
+def refusal(workload: Workload, sharing: Sharing) -> str | None:
+    """Return why ``sharing`` can't run ``workload`` over these ranks; None if it can."""
+    world, cut = dist.get_world_size(), sharing.tensor_parallel
     if world % cut or workload.kv_heads % cut:
         return f"tp:{cut} must divide the {world} ranks and the {workload.kv_heads} key-value heads"
     if cut > 1 and workload.task == "attention":
-        return f"--strategies {parallelism.name} cuts layers, not attention alone; compare it in train or prefill"
+        return f"--strategies {sharing.name} cuts layers, not attention alone; compare it in train or prefill"
     try:
-        parallelism.check(workload.sizes.of_rank(cut), workload.seq_len, world // cut)
+        sharing.check(workload.sizes.of_rank(cut), workload.seq_len, world // cut)
     except ValueError as error:
         return str(error)
-    if workload.task == "attention" and not parallelism.posts:
-        return f"--strategies {parallelism.name} exchanges around attention, not in it; compare it in train or prefill"
+    if workload.task == "attention" and sharing.cuts_layers:
+        return f"--strategies {sharing.name} exchanges around attention, not in it; compare it in train or prefill"
     return None
 
 
-def planned(parallelism: Parallelism, workload: Workload, group: Any) -> Plan:
+def planned(sharing: Sharing, workload: Workload, group: Any) -> Plan:
     """Return the strategy's plan for the workload."""
-    sizes = {"heads": workload.sizes.of_rank(_cut(parallelism)), "dtype": workload.torch_dtype}
+    sizes = {"heads": workload.sizes.of_rank(sharing.tensor_parallel), "dtype": workload.torch_dtype}
     rates: Any = workload.rates  # groups of one tensor-parallel axis must choose alike, so they don't measure
-    rates = "preset" if rates is None and _cut(parallelism) > 1 else rates
-    return parallelism.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=rates, **sizes)
+    rates = "preset" if rates is None and sharing.tensor_parallel > 1 else rates
+    return sharing.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=rates, **sizes)
 
 
-def in_words(parallelism: Parallelism, plan: Plan, workload: Workload) -> str | None:
+def in_words(sharing: Sharing, plan: Plan, workload: Workload) -> str | None:
     """Describe what was chosen by ``auto``: layout, Ulysses degree and what circulates; None for other strategies."""
-    automatic = parallelism.name.partition("/")[0] == "auto"
-    if not isinstance(parallelism, SequenceParallelism) or not automatic or plan.world == 1:
+    automatic = sharing.name.partition("/")[0] == "auto"
+    if not automatic or plan.world == 1:
         return None
-    sizes = workload.sizes.of_rank(_cut(parallelism))
+    sizes = workload.sizes.of_rank(sharing.tensor_parallel)
     heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
     shape = shape_of(workload.torch_dtype, batch=1, **heads)
     return f"{plan.layout}, {plan.planner.decide(plan.schedule, shape)}"
@@ -92,12 +87,12 @@ def in_words(parallelism: Parallelism, plan: Plan, workload: Workload) -> str | 
 class AttentionSubject:
     """Causal attention over sharded tensors, forward and backward; ``predicted``: bytes that this rank sends in it."""
 
-    def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace) -> None:
-        self.plan = traced(planned(parallelism, workload, None), trace)
+    def __init__(self, workload: Workload, sharing: Sharing, trace: Trace) -> None:
+        self.plan = traced(planned(sharing, workload, None), trace)
         self.workload, self.inputs = workload, random_qkv(workload, self.plan.positions)
-        self.attend = getattr(parallelism, "attend", whole_attention)
-        self.predicted = sum(parallelism.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
-        self.chosen = in_words(parallelism, self.plan, workload)
+        self.attend = _alone if sharing.name == SINGLE else burst_attention
+        self.predicted = sum(sharing.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
+        self.chosen = in_words(sharing, self.plan, workload)
         self.results: list[Tensor] = []
 
     def run(self) -> None:
@@ -141,29 +136,23 @@ class ModelSubject:
     ``groups``: of ranks that each compute the same; more than one for the strategy ``single``.
     """
 
-    def __init__(self, workload: Workload, parallelism: Parallelism, trace: Trace, *, groups: int = 1) -> None:
+    def __init__(self, workload: Workload, sharing: Sharing, trace: Trace, *, groups: int = 1) -> None:
         self.groups = groups
-        self._parallelism, self._trace, self._mesh, everyone = parallelism, trace, *_meshes(groups, _cut(parallelism))
+        self._sharing, self._trace, self._mesh, everyone = sharing, trace, *_meshes(groups, sharing.tensor_parallel)
+        self.plan = traced(planned(sharing, workload, self._mesh[CONTEXT]), trace)
         options = {"dtype": workload.torch_dtype, "mesh": self._mesh, "everyone": everyone, "seed": workload.seed}
-        options["tensor"] = self._mesh[TENSOR] if _cut(parallelism) > 1 else None
-        self.model = build_model("tiny", llama_config(workload), parallelism, **options)
-        self._take(workload)
+        options["tensor"] = self._mesh[TENSOR] if sharing.tensor_parallel > 1 else None
+        self.model = build_model("tiny", llama_config(workload), sharing, self.plan, **options)
+        self.workload, self.batch = workload, random_batch(workload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
-        sizes = workload.sizes.of_rank(_cut(parallelism))
-        sent = parallelism.sent([self.plans[None]] * workload.layers, sizes, batch=1, dtype=workload.torch_dtype)
+        sizes = workload.sizes.of_rank(sharing.tensor_parallel)
+        sent = sharing.sent([self.plan] * workload.layers, sizes, batch=1, dtype=workload.torch_dtype)
         self.predicted: int | None = sum(sent) if workload.task == "train" else sent[0]
-        if _cut(parallelism) > 1:  # its sums are not counted
+        if sharing.tensor_parallel > 1:  # its sums are not counted
             self.predicted = None
-        self.chosen = in_words(parallelism, self.plans[None], workload)
+        self.chosen = in_words(sharing, self.plan, workload)
         self._loss = 0.0
         self._logits: Tensor | None = None
-
-    def _take(self, workload: Workload) -> None:
-        """Set the tokens of the next calls."""
-        plan = planned(self._parallelism, workload, self._mesh[CONTEXT])
-        self.workload, self.plans = workload, Plans.by_windows(traced(plan, self._trace), [None], None)
-        ids = random_ids(workload)
-        self.shard = self._parallelism.shard({"input_ids": ids, "labels": ids}, self.plans)
 
     def run(self) -> None:
         if self.workload.task == "prefill":
@@ -175,25 +164,27 @@ class ModelSubject:
 
     def warm_up(self) -> None:
         """Run a call on a few tokens, because FSDP and AdamW create their states on first use."""
-        full = self.workload, self.plans, self.shard
-        self._take(self.workload.at(min(self.workload.seq_len, 32 * dist.get_world_size())))
+        full = self.workload, self.batch
+        self.workload = self.workload.at(min(self.workload.seq_len, 32 * dist.get_world_size()))
+        self.batch = random_batch(self.workload)
         self.run()
-        self.workload, self.plans, self.shard = full
+        self.workload, self.batch = full
 
     @torch.no_grad()
-    def logits(self) -> Tensor | None:
-        """Return the next token's logits [1, V], on the rank that holds the last token."""
-        return self.model.last_logits(self.shard, self.plans)
+    def logits(self) -> Tensor:
+        """Return the next token's logits [1, V]."""
+        last: Tensor = self.model(input_ids=self.batch["input_ids"], logits_to_keep=1).logits[:, 0]
+        return last
 
     def backward(self) -> float:
         """Compute the gradients of the mean loss, and return the loss."""
-        loss = self.model(self.shard, self.plans, (self.workload.seq_len - 1) * self.groups)
+        loss = self.model(**self.batch, num_items_in_batch=(self.workload.seq_len - 1) * self.groups).loss
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     def fingerprints(self) -> list[Fingerprint]:
         if self.workload.task == "prefill":
-            return [_fingerprint(whole_logits(self._logits), 0)]
+            return [_fingerprint(self._logits, 0)]
         grads: list[Any] = [parameter.grad for parameter in self.model.parameters()]
         return [
             Fingerprint(self._loss, self._loss),
@@ -202,15 +193,15 @@ class ModelSubject:
 
     @property
     def sent(self) -> int:
-        return self.plans[None].transport.sent
+        return self.plan.transport.sent
 
 
 Subject = AttentionSubject | ModelSubject
 
 
-def make_subject(workload: Workload, parallelism: Parallelism, trace: Trace) -> Subject:
-    """Return the subject of ``workload`` with ``parallelism``, which must support it. All ranks must call this."""
-    return (AttentionSubject if workload.task == "attention" else ModelSubject)(workload, parallelism, trace)
+def make_subject(workload: Workload, sharing: Sharing, trace: Trace) -> Subject:
+    """Return the subject of ``workload`` with ``sharing``, which must support it. All ranks must call this."""
+    return (AttentionSubject if workload.task == "attention" else ModelSubject)(workload, sharing, trace)
 
 
 @cache
@@ -224,6 +215,16 @@ def random_ids(workload: Workload) -> Tensor:
     """Return random token ids, int64 [1, S], the same on every rank."""
     make = torch.Generator().manual_seed(workload.seed)
     return torch.randint(0, workload.vocabulary, (1, workload.seq_len), generator=make)
+
+
+def random_batch(workload: Workload) -> dict[str, Tensor]:
+    """Return :func:`random_ids` as a model's whole batch."""
+    ids = random_ids(workload)
+    return {"input_ids": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)}
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    return whole_attention(q, k, v, (0, plan.seqlen))
 
 
 def llama_config(workload: Workload) -> LlamaConfig:
@@ -241,14 +242,7 @@ def llama_config(workload: Workload) -> LlamaConfig:
     )
 
 
-def whole_logits(logits: Tensor | None) -> Tensor:
-    """Return, on every rank, the logits of the rank with the last token."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, logits)
-    return next(x for x in by_rank if x is not None)
-
-
-def _fingerprint(tensor: Tensor, seed: int) -> Fingerprint:
+def _fingerprint(tensor: Any, seed: int) -> Fingerprint:
     make = torch.Generator().manual_seed(seed)
     direction = torch.randn(tensor.shape, generator=make, dtype=torch.float64)
     return Fingerprint((tensor.double() * direction).sum().item(), tensor.double().norm().item())

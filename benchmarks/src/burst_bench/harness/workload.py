@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.planner.rates import Rates
-from burst_train.parallel import Heads
+from burst_train.strategies import Heads
 
 BLOCK = 4096  # positions per block of random numbers
 
@@ -21,7 +21,7 @@ class Workload:
     # ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward up to
     # the logits of the next token).
     task: str = "attention"
-    strategies: tuple[str, ...] = ()  # strategies, as :func:`burst_train.parallel.choose` takes them
+    strategies: tuple[str, ...] = ()  # strategies, as :func:`burst_train.strategies.choose` takes them
     seq_len: int  # tokens of the whole sequence
     # Timed calls of each strategy, in turns. With 0, the time comes from the separate call for ``resources``, which
     # is slightly slower.

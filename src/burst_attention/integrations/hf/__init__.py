@@ -22,23 +22,27 @@ except ImportError as error:
     text = "transformers is not installed: in the checkout, run pip install -e '.[hf]'"
     raise ModuleNotFoundError(text, name="transformers") from error
 
-from burst_attention.attention.batch import shard_batch
+from burst_attention.attention.batch import Reach, shard_batch
 
 from .attention import register
 from .call import ahead
 from .heads import find_form, find_head, next_token_loss
 from .memory import Memory
-from .models import NAME, check_config, check_model, layer_windows
+from .models import NAME, attention_windows, check_config, check_model, layer_windows, recurrent_layers
 from .outputs import ParallelOutput
-from .parallel import parallelize, unparallelize
+from .parallel import parallelize, plans_of, unparallelize
 from .parts import token_wise
-from .tensor_axis import clip_grad_norm_, tensor_parallel
+from .stub_forward import added_losses
+from .tensor_axis import clip_grad_norm_, ranks_of_heads, tensor_parallel
 
 __all__ = [
     "NAME",
     "Memory",
     "ParallelOutput",
+    "Reach",
+    "added_losses",
     "ahead",
+    "attention_windows",
     "check_config",
     "check_model",
     "clip_grad_norm_",
@@ -47,6 +51,9 @@ __all__ = [
     "layer_windows",
     "next_token_loss",
     "parallelize",
+    "plans_of",
+    "ranks_of_heads",
+    "recurrent_layers",
     "register",
     "shard_batch",
     "tensor_parallel",

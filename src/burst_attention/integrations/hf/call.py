@@ -16,7 +16,7 @@ from burst_attention.loss.checks import divisor_of
 from . import arguments, heads, parts, settings, stub_forward, tensor_axis, vision
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
-from .outputs import Call
+from .outputs import Call, wanted_fields
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
@@ -103,7 +103,7 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
         **({} if state.meeting.alone else batch_fields(call.plan, **tensors) | state.settings.fields()),
         **vision.digests(model, given),
         "num_items_in_batch": call.items,
-        "fused_lm_head": bool(given.get("fused_lm_head", False)),
+        "fused_lm_head": wanted_fields(given),
         "logits_to_keep": call.keep,
         "logits": "gather" if call.whole else None,
         "output_hidden_states": call.states,

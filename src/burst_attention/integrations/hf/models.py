@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Chunked, PlanArgument, Plans, Reach
 from burst_attention.attention.new_plan import single_rank_plan
@@ -126,6 +127,26 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
     sliding = [None if window is None else window + beyond for window in windows]
     pairs = zip(kinds, sliding, strict=True)
     return [window if kind == "sliding_attention" else reaches.get(kind) for kind, window in pairs]
+
+
+def attention_windows(model: Any) -> list[Reach]:
+    """Return what each attention of a causal language model sees, by layer: a window, a :class:`Chunked`, or None.
+
+    A layer without an attention has no entry, and one with several has as many.
+    """
+    body = vision.text_of(model)
+    lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
+    layers = [x for part in lists if all(isinstance(x, GradientCheckpointingLayer) for x in part) for x in part]
+    reaches = layer_windows(model.config.get_text_config(decoder=True))
+    if len(reaches) != len(layers):
+        reaches = [None] * len(layers)
+    counts = [sum(parts.attends(part) for part in layer.modules()) for layer in layers]
+    return [reach for reach, count in zip(reaches, counts, strict=True) for _ in range(count)]
+
+
+def recurrent_layers(model: nn.Module) -> dict[str, str]:
+    """Return the layers of a model that pass a state from token to token, by name: which mechanism they have."""
+    return {name: str(known.mechanism(mixer)) for name, mixer in known.mixers_of(model)}
 
 
 def by_layer(config: Any, name: str, count: int = 1) -> list[Any]:

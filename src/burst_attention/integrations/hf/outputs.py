@@ -31,7 +31,8 @@ from .tensor_parts import Scaled
 class ParallelOutput(ModelOutput):
     """The output of a parallelized model, equal on all ranks. Fields that were not requested hold None.
 
-    ``fused_lm_head=True`` requests the fields from ``log_probs`` to ``label_mask``. Each is [B, S - 1] ([B, S] with
+    ``fused_lm_head=True`` requests the fields from ``log_probs`` to ``label_mask``; a name, or several with
+    ``log_probs`` among them, requests only these and ``label_mask``. Each is [B, S - 1] ([B, S] with
     ``shift_labels``) in the order of the batch, and 0 where there is no label.
 
     Attributes:
@@ -107,6 +108,17 @@ def answer(model: Any, body: Any, call: Call) -> Any:
     return _in_turn(model, out if wanted else out.to_tuple())
 
 
+def wanted_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields per token that ``fused_lm_head`` asks for: True for all, or their names."""
+    asked, known = given.get("fused_lm_head", False), tuple(TokenLogProbs.__dataclass_fields__)
+    if isinstance(asked, bool):
+        return known if asked else ()
+    names = asked if isinstance(asked, (list, tuple)) else (asked,)
+    if "log_probs" not in names or any(name not in known for name in names):
+        raise ValueError(f"fused_lm_head={asked!r} must be True, or names with log_probs, of {', '.join(known)}")
+    return tuple(names)
+
+
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     """Return the loss; with ``fused_lm_head`` also the fields per token."""
     given, rows, plan = call.given, call.rows, call.plan
@@ -119,7 +131,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     if not given.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
         return ParallelOutput(loss=state.share(loss))
-    fields = tuple(TokenLogProbs.__dataclass_fields__)
+    fields = wanted_fields(given)
     tokens = log_probs_of(
         hidden, head.weight, labels, plan, **head.options, temperature=state.temperature, outputs=fields
     )
@@ -227,7 +239,7 @@ def _logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     world, head = float(call.plan.world), _head_of(model)
     if call.keep:
         with torch.no_grad():
-            last = _gathered(hidden.detach(), call)[:, -call.keep :]
+            last = _last_of_rows(hidden.detach(), call)
         return head.local().logits(heads.for_head(last, head.weight))
     hidden = scaled(heads.for_head(hidden, head.weight), world)
     logits = head.local().differentiable_logits(_gathered(hidden, call))
@@ -252,6 +264,15 @@ def _whole_states(
                 f"embeddings) to {len(states) - 1}; leave it out"
             )
     return tuple(None if each is None else _gathered(scaled(each), call) for each in states)
+
+
+def _last_of_rows(shard: Tensor, call: Call) -> Tensor:
+    """Return the last ``logits_to_keep`` tokens of each of the batch's rows [B, keep, ...]; only they are sent."""
+    rows, tokens = call.rows.input_ids.shape
+    places = call.rows.restore(torch.arange(rows * tokens).view(rows, tokens))[:, -call.keep :]
+    at, where = torch.unique(places % tokens, return_inverse=True)
+    gathered = call.plan.unshard(shard, 1, at=at.tolist())
+    return gathered[(places // tokens).to(shard.device), where.to(shard.device)]
 
 
 def _gathered(shard: Tensor, call: Call) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast, get_args
@@ -20,13 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import PlanCache
+from burst_attention.attention.batch import PlanCache, Reach
 from burst_attention.attention.hardware import Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import check_temperature
+from burst_attention.plan.mask import Mask
 from burst_attention.plan.strategy import Strategy
 
 from . import (
@@ -59,7 +61,9 @@ def parallelize(
     model: Model,
     group: Any = None,
     *,
+    plan: Plan | None = None,
     strategy: Strategy | str | None = None,
+    hardware: Hardware | None = None,
     gradients: Gradients = "mean",
     temperature: float = 1.0,
     memory: Memory | None = None,
@@ -81,8 +85,11 @@ def parallelize(
             ``parallelize`` before DDP, ``fully_shard`` and ``torch.compile``. It modifies the model in place and
             replaces the model's class with a subclass.
         group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
+        plan: a plan for sequences of the usual length, over the ranks that share them, in place of ``group``,
+            ``strategy``, ``hardware`` and ``timeout``. Batches of its length keep its layout, whatever their documents.
         strategy: as for :func:`burst_attention.make_plan`, such as ``"ulysses"``. None: the predicted fastest for each
             batch. The prediction counts one forward even if layers are recomputed.
+        hardware: as for :func:`burst_attention.make_plan`.
         gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP expect. ``sum``: the
             sum over the ranks of ``group`` is the one-device gradient.
         temperature: the temperature of the fields per token that ``fused_lm_head=True`` requests, as in TRL.
@@ -104,7 +111,16 @@ def parallelize(
     base: Any = heads.base_of(model)
     memory = Memory() if memory is None else memory
     cut = tensor_axis.cut_of(base)
-    plan = make_plan(1, strategy=strategy, group=group, timeout=timeout, **_hints(base, memory))
+    given = {"group": group, "strategy": strategy, "hardware": hardware, "timeout": timeout}
+    asked = repr(strategy)
+    if plan is None:
+        plan = make_plan(1, **given | _hints(base, memory, hardware))
+    elif not isinstance(plan, Plan):
+        raise TypeError(f"plan={plan!r} must be a Plan of make_plan, or None")
+    else:
+        asked = repr(plan.schedule.strategy)
+        with plan.agreement.entering("parallelize"):
+            _check_plan(plan, {name: x for name, x in given.items() if x is not None})
     meeting = Meeting(plan.agreement, None if cut is None else cut.agreement)
     if cut is not None:
         cut.set_timeout(plan.agreement.transport.timeout)
@@ -112,7 +128,8 @@ def parallelize(
         warn_of_newer()
     with meeting.entering("parallelize"):
         left, form = _check(model, plan, gradients, temperature, memory)
-    inner = {"strategy": repr(strategy), "ranks of the group": plan.world, "rank in the group": plan.rank}
+    inner = {"strategy": asked, "ranks of the group": plan.world, "rank in the group": plan.rank}
+    inner["tokens of the plan"] = plan.seqlen
     inner["nodes of the group"] = list(plan.planner.nodes or ())
     try:
         with meeting.entering("parallelize"):
@@ -130,18 +147,33 @@ def parallelize(
     return model
 
 
-def _hints(base: Any, memory: Any) -> dict[str, Any]:
+def _hints(base: Any, memory: Any, hardware: Hardware | None) -> dict[str, Any]:
     """Return what ``make_plan`` gets to predict the time of the model's calls."""
     cut, chunks = tensor_axis.cut_of(base), getattr(memory, "attention_chunks", 1)
     if cut is None:
         return {"call": call_shape(base, chunks)}
     # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
-    return {"call": call_shape(base, chunks, cut.heads), "hardware": Hardware(rates="preset")}
+    if isinstance(hardware, Hardware | None) and (hardware is None or hardware.rates is None):
+        hardware = Hardware(rates="preset", nodes=None if hardware is None else hardware.nodes)
+    return {"call": call_shape(base, chunks, cut.heads), "hardware": hardware}
+
+
+def _check_plan(plan: Plan, given: dict[str, Any]) -> None:
+    """Refuse a plan that can't be the base of a model's plans, and arguments that it holds already."""
+    if given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name}={value!r} and a plan, which has its own, are both given; pass it to make_plan")
+    if plan.keys_apart is not None:
+        raise ValueError("plan has keys, as for cross-attention or a cache; make it without keys=")
+    if plan.mask != Mask(plan.mask.causal):
+        raise ValueError(f"plan has the mask {plan.mask!r}, but the model and each batch say which; omit it")
 
 
 def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     body, causal = vision.text_of(base), left is not None or models.check_causal(base)
+    if plan.mask.causal != causal:  # keeps the layout
+        plan = plan.with_mask(Mask(causal=causal))
     own = body.config._attn_implementation
     if left is None:
         _switch(base, parts.NAME)
@@ -161,6 +193,26 @@ def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
     if left is None:
         base._burst.read = heads.read_by(base)
+
+
+def plans_of(model: nn.Module, seqlen: int, cu_seqlens: Sequence[int] | None = None) -> Mapping[Reach, Plan]:
+    """Return the plans of a parallelized model's call, by what its layers see. Exchanges nothing.
+
+    Their ``bytes`` predict what the call sends; their transport counts what all calls of the model have sent.
+
+    Args:
+        model: the result of :func:`parallelize`, not wrapped.
+        seqlen: tokens of a row.
+        cu_seqlens: the borders of its documents, ``[0, ..., seqlen]``; None: the row is one document.
+
+    Raises:
+        TypeError, ValueError: ``model`` is not parallelized, or the borders don't fit.
+    """
+    state = getattr(heads.base_of(model), "_burst", None)
+    if state is None:
+        raise TypeError(f"model is a {type(model).__name__} that is not parallelized; call hf.parallelize first")
+    plans: Mapping[Reach, Plan] = state.plans.get(seqlen, None if cu_seqlens is None else tuple(cu_seqlens))
+    return plans
 
 
 def unparallelize(model: Model) -> Model:

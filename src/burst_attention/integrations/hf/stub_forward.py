@@ -86,7 +86,10 @@ def has_stock_forward(model: Any) -> bool:
 
 
 def added_losses(model: Any) -> dict[str, float]:
-    """Return the factors other than 0 of losses that transformers' forward adds itself, by name (Bamba's z-loss)."""
+    """Return the factors other than 0 of losses that transformers' forward adds itself, by name.
+
+    An example is Bamba's z-loss. The loss of a router is not among them.
+    """
     code = _stock_forward(model)
     named = [name for name in code.co_names if "loss" in name and name != "router_aux_loss_coef"] if code else []
     factors = [name for name in named if name.endswith(("coef", "coefficient", "weight"))]

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
-from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
@@ -132,10 +131,15 @@ def plan_of(model: Any, ranks: int, shared: int | None = None) -> tuple[dict[str
     return plan, _ranks_of_heads(model, plan, ranks)
 
 
-def cut(model: Any, mesh: DeviceMesh, agreement: Agreement) -> None:
-    """Cut a model, whose weights this rank may not have yet; exchanges nothing."""
-    plan, heads = plan_of(model, mesh.size())
-    _cut(model, Cut(mesh, agreement, heads, mesh), plan)
+def ranks_of_heads(model: Any, ranks: int) -> int:
+    """Return over how many of ``ranks`` ranks :func:`tensor_parallel` would cut the heads of a model's attention.
+
+    Exchanges nothing, and needs no weights.
+
+    Raises:
+        TypeError, ValueError: the model can't be cut over ``ranks`` ranks; the message says why.
+    """
+    return plan_of(model, ranks)[1]
 
 
 def _cut(model: Any, how: Cut, plan: Mapping[str, str]) -> None:

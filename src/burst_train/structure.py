@@ -1,0 +1,50 @@
+"""What training reads of a transformers model: its decoder layers, and what their attention sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from burst_attention.integrations import hf
+
+
+def build_empty(config: Any) -> Any:
+    """Return the model of a configuration without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return a causal language model's decoder layers; ValueError if it has none, several lists, or images."""
+    if getattr(model.config, "vision_config", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has an image encoder, and --data holds text only; train it by hf.parallelize and "
+            "a trainer"
+        )
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    found = [part for part in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in part)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} lists of decoder layers, and its layers are sharded one by one; "
+            "train it by hf.parallelize and a trainer"
+        )
+    return found[0]
+
+
+def sharded_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers that FSDP2 shards one by one: those that share no parameter with other layers."""
+    layers = [*decoder_layers(model)]
+    users: dict[int, int] = {}
+    for layer in layers:
+        for parameter in {id(p) for p in layer.parameters()}:
+            users[parameter] = users.get(parameter, 0) + 1
+    return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
+
+
+def windows_of(config: Any) -> list[hf.Reach]:
+    """Return what each attention of a configuration's model sees, by layer."""
+    return hf.attention_windows(build_empty(config))
