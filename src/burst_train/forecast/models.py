@@ -18,7 +18,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from burst_attention.attention.batch import Reach
-from burst_attention.integrations.hf.known import mechanism, mixers_of
+from burst_attention.integrations.hf.reading import Kind, read
+from burst_attention.integrations.hf.reading.known import mechanism
 
 from ..parallel import Heads
 from ..parallel.body import attention_reaches, build_empty, decoder_layers
@@ -65,7 +66,7 @@ class Model(Heads):
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
         inside = {id(p): _matrix(p) for p in layers.parameters()}
         linear = [each for layer in layers for each in layer.modules() if isinstance(each, nn.Linear)]
-        states = sum(_state_products(mixer) for layer in layers for _, mixer in mixers_of(layer))
+        states = sum(_state_products(mixer.module) for layer in layers for mixer in read(layer).of(Kind.MIXER))
         head = model.get_output_embeddings().weight
         return cls(
             **vars(heads),

@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans, Reach
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted, known, parts, vision
+from burst_attention.integrations.hf import converted, vision
 from burst_attention.integrations.hf.checks import running
+from burst_attention.integrations.hf.reading import known, parts, read
 from burst_attention.integrations.hf.stub_forward import body_of
 
 from .contract import Attend, PlansByWindow
@@ -91,7 +92,7 @@ def hidden_states(model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow,
 
 def run_on_shards(model: Any) -> None:
     """Make recurrent layers and short convolutions exchange states between ranks. Call it before FSDP2."""
-    converted.convert(body_of(model))
+    converted.convert(read(body_of(model)))
 
 
 def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from burst_attention.integrations.hf.known import mechanism, mixers_of
+from burst_attention.integrations.hf.reading import read
+from burst_attention.integrations.hf.reading.known import mechanism
 
 from ..checkpoint.snapshot import is_adapter
 
@@ -49,6 +50,7 @@ def _config_of(model: nn.Module, rank: int) -> Any:
     from peft import LoraConfig
 
     # Mamba's fused kernels take this weight past an adapter; PEFT refuses an adapter there.
-    past = [f"{name}.out_proj" for name, mixer in mixers_of(model) if (mechanism(mixer) or "").startswith("Mamba")]
+    mamba = (part.name for part in read(model) if (mechanism(part.module) or "").startswith("Mamba"))
+    past = [f"{name}.out_proj" for name in mamba]
     options: dict[str, Any] = {"exclude_modules": past or None, "task_type": "CAUSAL_LM"}
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)

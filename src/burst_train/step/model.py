@@ -25,7 +25,9 @@ from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.checks import experts_for
-from burst_attention.integrations.hf.parts import ALONE, check_random
+from burst_attention.integrations.hf.reading import read
+from burst_attention.integrations.hf.reading.attached import check_random
+from burst_attention.integrations.hf.reading.known import ALONE
 from burst_attention.integrations.hf.stub_forward import added_losses, body_of
 from burst_attention.launch.join import CONTEXT, DATA, SHARDS
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -119,7 +121,7 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         empty = build_empty(config)
         _check_parts(config, empty)
         if training:
-            check_random(empty)
+            check_random(read(empty))
     except ValueError as error:
         # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.
         why = str(error).replace(ALONE, ALONE.replace("run it", "run it by hf.parallelize"))

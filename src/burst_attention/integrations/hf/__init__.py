@@ -27,11 +27,14 @@ from burst_attention.attention.batch import shard_batch
 from .attention import register
 from .call import ahead
 from .heads import find_form, find_head, next_token_loss
+from .measure import check_model
 from .memory import Memory
-from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
 from .parallel import parallelize, unparallelize
-from .parts import token_wise
+from .reading.attached import token_wise
+from .reading.configs import layer_windows
+from .reading.known import NAME
+from .reading.models import check_config
 from .tensor_axis import clip_grad_norm_, tensor_parallel
 
 __all__ = [

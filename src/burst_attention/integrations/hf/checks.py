@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
-from .known import names
+from .reading import Reading
+from .reading.configs import dropouts_of
+from .reading.known import names
 
 UNSTATED: Any = object()
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
@@ -165,13 +166,6 @@ def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
     )
 
 
-def dropouts_of(config: Any) -> str:
-    """Return the settings of a configuration that ask for dropout, as text; empty if none does."""
-    found = {} if config is None else config.get_text_config(decoder=True).to_dict()
-    asked = ((name, x) for name, x in found.items() if "drop" in name and isinstance(x, float) and x > 0)
-    return ", ".join(f"{name}={x}" for name, x in asked)
-
-
 def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None) -> None:
     """Refuse dropout, and every keyword that changes the result or may change it."""
     if dropout:
@@ -232,31 +226,6 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
         )
 
 
-def check_rope(config: Any) -> None:
-    """Refuse rotary frequencies that depend on the largest position, because it differs by rank."""
-    for attribute in ("rope_parameters", "rope_scaling"):
-        check_rope_type(attribute, _rope_types(getattr(config, attribute, None)))
-
-
-def check_rope_type(attribute: str, kinds: Iterable[Any]) -> None:
-    """Refuse types of rotary frequencies, the value of ``attribute``, that depend on the largest position."""
-    for kind in kinds:
-        if isinstance(kind, str) and ("dynamic" in kind or kind in ("longrope", "su")):
-            raise ValueError(
-                f"{attribute} has rope type {kind!r}: its frequencies depend on the largest position, which "
-                "differs by rank; use a model with rope type default, linear, yarn or llama3"
-            )
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    if isinstance(parameters, Mapping):
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if isinstance(kind, str):
-            yield kind
-        for nested in parameters.values():
-            yield from _rope_types(nested)
-
-
 def shown(value: Any) -> str:
     """Format a value for an error message; tensors by their shape."""
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
@@ -267,9 +236,9 @@ def experts_for(dtype: torch.dtype) -> dict[str, str]:
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
-def experts_of(model: nn.Module) -> list[Any]:
+def experts_of(reading: Reading) -> list[Any]:
     """Return the modules of experts that compute as their configuration says."""
-    return [part for part in model.modules() if {"has_gate", "is_transposed", "config"} <= vars(part).keys()]
+    return [x for x in (part.module for part in reading) if {"has_gate", "is_transposed", "config"} <= vars(x).keys()]
 
 
 def check_experts(experts: Sequence[Any]) -> None:

@@ -16,8 +16,10 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .known import CACHES, is_tempered
-from .parts import hooks_of, origin_of
+from .reading import read
+from .reading.attached import hooks_of, origin_of
+from .reading.known import CACHES, is_tempered
+from .snapshots import inside
 
 Refusal: TypeAlias = Callable[[str], ValueError]  # the error for a reason
 
@@ -55,7 +57,7 @@ def check_parts(module: Any, output: str, refusal: Refusal) -> None:
         raise refusal(f"it shares keys and values with other layers (num_kv_shared_layers={count})")
     if not output or next(module.buffers(), None) is not None:
         raise refusal(f"its parts are {', '.join(module._modules)}")
-    for name, part in module.named_modules():
+    for name, part in ((part.name, part.module) for part in read(module)):
         own = vars(part)
         if any(isinstance(x, Tensor) and x.requires_grad for x in own.values()):
             raise refusal(f"{name or 'it'} has a tensor that needs a gradient and is no parameter")
@@ -155,7 +157,7 @@ def _few(few: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _trained(module: nn.Module) -> Iterator[None]:
     """Replace weights that need a gradient by others with the same values, so that no hook sees their gradients."""
     with ExitStack() as stack:
-        for part in module.modules():
+        for part in inside(module):
             stack.enter_context(
                 tensor_parts.using(part, lambda x: x.detach().requires_grad_() if x.requires_grad else x)
             )

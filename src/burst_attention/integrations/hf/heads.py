@@ -19,7 +19,8 @@ from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.loss import Head, LogitForm
 
 from . import tensor_axis
-from .parts import hooks_of
+from .reading import read
+from .reading.attached import hooks_of
 from .snapshots import Snapshot
 from .stub_forward import Output, StandIn, body_name, body_of, twin_of
 from .tensor_parts import forward_is_ours
@@ -145,7 +146,8 @@ def is_nested(model: Any) -> bool:
     """Return whether the model's head is the last of several layers, as in BERT."""
     head = model.get_output_embeddings()
     children = dict(model.named_children())
-    inside = [name for name, child in children.items() if child is not head and head in [*child.modules()]]
+    parts = [part for part in read(model) if part.name in children and part.module is not head]
+    inside = [part.name for part in parts if any(inner.module is head for inner in part.inside)]
     return head is not None and head not in children.values() and bool(inside) and body_name(model) not in inside
 
 

@@ -24,8 +24,9 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
 
-from .known import names
-from .parts import HOOKS, added_by_package, origin_of
+from .reading import Reading
+from .reading.attached import HOOKS, added_by_package, origin_of
+from .reading.known import names
 
 _SKIPPED: Any = object()  # in place of a value that is no setting: a module, a tensor, any other object
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -52,8 +53,8 @@ Named = Mapping[str, Any]
 class Settings:
     """A model's settings. To compare them with those before takes 0.3 ms for 400 modules; a digest is made again."""
 
-    def __init__(self, model: nn.Module) -> None:
-        parts = [*model.named_modules()]
+    def __init__(self, reading: Reading) -> None:
+        parts = [(part.name, part.module) for part in reading]
         self._places = [*_places(parts)]
         self._weights = [(name, vars(part)["_parameters"]) for name, part in parts]
         self._fixed: dict[str, Any] = {f"the class of {_shown(name)}": _called(type(part)) for name, part in parts}

@@ -22,7 +22,8 @@ from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from .parts import hooks_of, origin_of
+from .reading import Reading, read
+from .reading.attached import hooks_of, origin_of
 from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 from .versions import TESTED
 
@@ -167,14 +168,14 @@ def ranks_of(model: Any) -> int:
     return 1 if cut is None else cut.experts.size()
 
 
-def check_cut(model: nn.Module) -> None:
+def check_cut(reading: Reading) -> None:
     """Refuse a model that was cut, but not by :func:`tensor_parallel`."""
-    if cut_of(model) is not None:
+    if cut_of(reading.model) is not None:
         return
-    for name, module in model.named_modules():
-        if forward_is_ours(module) or any(along_axis(x) for x in module.parameters(recurse=False)):
+    for part in reading:
+        if forward_is_ours(part.module) or any(along_axis(x) for x in part.module.parameters(recurse=False)):
             raise ValueError(
-                f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
+                f"{part.name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
                 'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
             )
 
@@ -197,19 +198,19 @@ def _gathered(name: str, x: DTensor) -> Tensor:
         return x.full_tensor()
 
 
-def check_attached(model: nn.Module) -> None:
+def check_attached(reading: Reading) -> None:
     """Refuse adapters and hooks that would see parts of hidden states."""
-    for name, module in model.named_modules():
-        hooks = hooks_of(module) if forward_is_ours(module) else ()
+    for part in reading:
+        hooks = hooks_of(part.module) if forward_is_ours(part.module) else ()
         if any(not origin_of(hook).startswith(("torch.distributed", "transformers.")) for hook in hooks):
             raise ValueError(
-                f"{name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
+                f"{part.name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
                 "leave out hf.tensor_parallel"
             )
-        if type(module).__module__.startswith("peft."):
+        if type(part.module).__module__.startswith("peft."):
             raise ValueError(
-                f"{name} is an adapter ({type(module).__name__}), which does not work on weights cut by tensor "
-                "parallelism; train all weights, or leave out hf.tensor_parallel"
+                f"{part.name} is an adapter ({type(part.module).__name__}), which does not work on weights cut by "
+                "tensor parallelism; train all weights, or leave out hf.tensor_parallel"
             )
 
 
@@ -248,7 +249,7 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
     plan = _PLANS.get(model.config.model_type, model.tp_plan) if ranks > 1 else {}
     plan = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))} | experts
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
-    modules = dict(model.named_modules())
+    modules = read(model).modules
     for name, style in expanded.items():
         count = model.get_parameter(name).shape[0] if style == OF_EXPERTS else 0
         if count % shared:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
-from .snapshots import Snapshot
+from .snapshots import Snapshot, inside
 
 _DEVICES = ("cpu", "cuda")
 
@@ -86,7 +86,7 @@ class _RunInChunks(torch.autograd.Function):
         ctx.save_for_backward(*(inputs if call.node is None else ()))
         out = call.forward(inputs)
         if not torch.compiler.is_compiling():
-            call.after = Snapshot(call.module.modules())
+            call.after = Snapshot(inside(call.module))
         return out
 
     @staticmethod
