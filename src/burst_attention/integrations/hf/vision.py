@@ -23,9 +23,9 @@ from .batch import BatchRows
 from .checks import MaskRequest, running, shown
 from .classes import become, stock_class
 from .outputs import Call
-from .reading.inner import around_language, language_model_of
-from .reading.inner import text_of as text_of
 from .reading.known import CACHES
+from .reading.parts import around_language, language_model_of
+from .reading.parts import text_of as text_of
 from .stub_forward import Output, StandIn, tensors_of, twin_of
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward

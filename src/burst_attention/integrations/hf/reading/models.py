@@ -16,9 +16,8 @@ from ..classes import stock_class
 from ..stub_forward import is_decorated, taker_of
 from . import attached, known, structure
 from .configs import check_layers, check_rope, layer_windows
-from .inner import language_model_of
 from .known import ALONE
-from .parts import ATTENTIONS, Kind, Part, Reading, read
+from .parts import ATTENTIONS, Kind, Part, Reading, language_model_of, read
 
 _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
 _CAUSAL_MASKS = known.names("create_causal_mask create_sliding_window_causal_mask")

@@ -6,6 +6,7 @@ A :class:`Reading` holds until a module is added, replaced or changed; :class:`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from itertools import takewhile
@@ -14,8 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..stub_forward import body_of
 from . import known
-from .inner import text_of
 
 
 class Kind(Enum):
@@ -30,6 +31,7 @@ class Kind(Enum):
     OTHER = "a part that must treat each token independently"
 
 
+_INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
 ATTENTIONS = (Kind.ATTENTION, Kind.TEMPERED, Kind.SCORES)
 EXCHANGING = (*ATTENTIONS, Kind.MIXER)
 
@@ -62,10 +64,8 @@ class Part:
     @property
     def definer(self) -> type:
         """The class that defines the module's forward, FSDP's classes aside; ``nn.Module`` if none does."""
-        bases = (
-            base for base in type(self.module).__mro__ if not known.within(base.__module__, ["torch.distributed.fsdp"])
-        )
-        return next(base for base in bases if "forward" in vars(base))
+        definers = (base for base in type(self.module).__mro__ if "forward" in vars(base))
+        return next(x for x in definers if not known.within(x.__module__, ["torch.distributed.fsdp"]))
 
     @cached_property
     def inside(self) -> list[Part]:
@@ -127,3 +127,32 @@ def calls_interface(module: nn.Module) -> bool:
     bases = takewhile(lambda base: base not in (PreTrainedModel, nn.Module), type(module).__mro__)
     methods = (value for base in bases for value in vars(base).values() if callable(value))
     return any("ALL_ATTENTION_FUNCTIONS" in known.code_names(value) for value in methods)
+
+
+def language_model_of(model: Any) -> Any:
+    """Return the language model inside a vision-language model, without its head; None for other models."""
+    around, name = around_language(model)
+    inner = getattr(around, name, None)
+    return body_of(inner) if inner is not None and inner.get_output_embeddings() is not None else inner
+
+
+def around_language(model: Any) -> tuple[Any, str]:
+    """Return the module that calls the language model, and the language model's name in it; (None, "") otherwise."""
+    embeddings = _embeddings_of(model) if isinstance(model, PreTrainedModel) else None
+    for around in (model, body_of(model)) if embeddings is not None else ():
+        for name in _INNER:
+            inner = getattr(around, name, None)
+            if isinstance(inner, PreTrainedModel) and _embeddings_of(inner) is embeddings:
+                return around, name
+    return None, ""
+
+
+def _embeddings_of(model: Any) -> Any:
+    with suppress(NotImplementedError):
+        return model.get_input_embeddings()
+
+
+def text_of(model: Any) -> Any:
+    """Return the part that runs on shards: the language model, or the body of a model without vision."""
+    inner = language_model_of(model)
+    return body_of(model) if inner is None else inner
