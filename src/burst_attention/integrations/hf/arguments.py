@@ -217,12 +217,12 @@ def _counter_of_positions(body: Any) -> Any:
 def tables_of(body: Reading) -> dict[str, int]:
     """Return how many values each integer input of a body may have, by name, where a table limits it."""
     # A table's rows before its ``offset`` are for padding. Vision and audio towers have their own positions.
-    found: dict[str, int] = {}
+    limits: dict[str, int] = {}
     tables = ((part.name, part.module) for part in body if isinstance(part.module, nn.Embedding))
     sizes = {name: table.num_embeddings - getattr(table, "offset", 0) for name, table in tables}
     fixed = ((name, len(x)) for name, x in body.model.named_buffers() if "embed_positions" in name and x.dim() == 2)
     for path, rows in (*sizes.items(), *fixed):
         role = next((role for role, tables in _TABLES.items() if path.rpartition(".")[2] in tables), None)
         if role and rows and not any(tower in path for tower in _TOWERS):
-            found[role] = min(rows, found.get(role, rows))
-    return found
+            limits[role] = min(rows, limits.get(role, rows))
+    return limits

@@ -52,7 +52,7 @@ class MaskRequest:
 
     def __getitem__(self, rows: Any) -> MaskRequest:
         """Return the mask itself for all its rows: models cut a mask to the queries whose logits are wanted."""
-        if any(each not in (slice(None), slice(0, None)) for each in rows):
+        if any(row not in (slice(None), slice(0, None)) for row in rows):
             raise ValueError(f"attention_mask: a part of a mask ({rows}) is not supported; the plan's mask is whole")
         return self
 
@@ -125,13 +125,13 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 
 
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
-    shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
+    shapes = {(x.seqlen, x.schedule.layout.description, x.world, x.rank) for x in plans.values()}
     if len(shapes) > 1:
         raise ValueError(
             f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask"
         )
-    if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
-        listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
+    if len({replace(x.mask, causal=True, window=None) for x in plans.values()}) > 1:
+        listed = ", ".join(f"{window}: {x.mask!r}" for window, x in plans.items())
         raise ValueError(f"plan has masks of different documents, prefixes or blocks ({listed}); vary windows alone")
 
 
@@ -154,23 +154,23 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
 
 def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
     """Return the layer's window, from its keyword or its mask. Some models state only one of them."""
-    asked = None if request is None else request.window
-    if asked is None or asked == sliding_window:
+    wanted = None if request is None else request.window
+    if wanted is None or wanted == sliding_window:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
-        return asked
-    if request is not None and not request.causal and asked == sliding_window + 1:  # the largest distance
-        return asked
+        return wanted
+    if request is not None and not request.causal and wanted == sliding_window + 1:  # the largest distance
+        return wanted
     raise ValueError(
-        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
+        f"sliding_window={sliding_window} of the layer is not the window {wanted} of its mask; make them equal"
     )
 
 
 def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None) -> None:
     """Refuse dropout, and every keyword that changes the result or may change it."""
     if dropout:
-        asked = dropouts_of(config)
-        remedy = f"the configuration has {asked}; set them to 0.0" if asked else "set it to 0.0"
+        rates = dropouts_of(config)
+        remedy = f"the configuration has {rates}; set them to 0.0" if rates else "set it to 0.0"
         raise ValueError(f"dropout={dropout} of attention weights is not supported: {remedy}, or call eval()")
     for name, value in others.items():
         if value is None or name in _BENIGN or (name == "output_attentions" and not value):
@@ -183,7 +183,7 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
     """Refuse an attention function of the caller that doesn't take the layer's soft cap or sinks."""
     if len(options) > 1:
         taken = inspect.signature(attend).parameters
-        open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         for name in options.keys() - taken.keys() if not open_ended else ():
             raise ValueError(
                 f"{name}={shown(options[name])} of the layer: the attention {getattr(attend, '__name__', attend)!r} "

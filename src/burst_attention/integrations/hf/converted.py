@@ -185,9 +185,9 @@ class _Tempered(Converted):
     wrong_alone = "scales queries by their places, which it would count from the shard's start"
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("plan")
-        if given is not None:
-            plans = Plans.of(given)
+        plan = kwargs.get("plan")
+        if plan is not None:
+            plans = Plans.of(plan)
             with plans.one.agreement.entering("burst_attention", once=True):
                 checks.check_tokens(hidden_states.shape[1], plans.one)
                 _check_no_cache(kwargs)

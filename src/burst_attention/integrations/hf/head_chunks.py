@@ -67,13 +67,13 @@ class Structures:
 
     def of(self, module: nn.Module) -> Structure:
         """Return the structure of the module as it is now; raise ValueError if it can't run in chunks."""
-        found = next((each for each in self._recent if each.fits(module)), None)
-        if found is None:
+        structure = next((recent for recent in self._recent if recent.fits(module)), None)
+        if structure is None:
             _unmerge(module)
             self._cut |= {name for name, x in weights_of(module).items() if tensor_parts.along_axis(x)}
-            found = Structure(module, self._chunks, self._cut)
-            self._recent = [found, *self._recent[: _RECENT - 1]]
-        return found
+            structure = Structure(module, self._chunks, self._cut)
+            self._recent = [structure, *self._recent[: _RECENT - 1]]
+        return structure
 
     def check(self, module: nn.Module) -> None:
         """Refuse hooks and parts of the module, as it is now, that can't run in chunks. Its weights may be sharded."""

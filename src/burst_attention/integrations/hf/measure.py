@@ -49,10 +49,10 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
     Raises:
         ValueError: the model can't run on shards; on every rank. The message names the part.
     """
-    one = Plans.of(plan).one
-    if one.world == 1:
+    base = Plans.of(plan).one
+    if base.world == 1:
         return
-    with one.agreement.entering("check_model"):
+    with base.agreement.entering("check_model"):
         check_layers(model.config)
         reading = read(model)
         structure.check_structure(reading)
@@ -60,7 +60,7 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
         structure.check_implementations(model, structure.attention_configs(reading))
         with converted.converted(reading):
             check_by_measure(reading, plan)
-    one.exchange_small([])
+    base.exchange_small([])
 
 
 def check_by_measure(reading: Reading, plan: PlanArgument) -> None:
@@ -108,8 +108,8 @@ def _measure(model: PreTrainedModel, run: Callable[..., _Run], reached: list[boo
             f"some part draws random values, different on each rank; set its rate to 0, or {ALONE}"
         )
     for what, runs in beside.items():
-        apart = [_apart(states, alone[key]) for found in runs for key, states in found.quiet if key in alone]
-        if wrong := [each for each in apart if not each <= most]:  # so written, a NaN counts as wrong
+        apart = [_apart(states, alone[key]) for result in runs for key, states in result.quiet if key in alone]
+        if wrong := [x for x in apart if not x <= most]:  # so written, a NaN counts as wrong
             raise ValueError(
                 f"hidden states of {type(model).__name__} depend on {what} outside of the attention {NAME!r} (by "
                 f"{max(wrong):.0e}), and each rank would see only its shard; {ALONE}"
@@ -135,9 +135,9 @@ def _tokens_apart(reading: Reading, plan: PlanArgument, reached: list[bool]) -> 
         reached.append(True)
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    def alone(each: Plan, length: int) -> Plan:
+    def alone(plan: Plan, length: int) -> Plan:
         documents = tuple(range(0, length + 1, DOCUMENT))
-        return single_rank_plan(length, mask=Mask(each.mask.causal, each.mask.window, documents))
+        return single_rank_plan(length, mask=Mask(plan.mask.causal, plan.mask.window, documents))
 
     def run(documents: list[int], *, counted: bool = False, loud: int | None = None) -> _Run:
         """``documents``: numbers that give ids. ``counted``: positions go on. ``loud``: layers get it times ten."""
@@ -170,8 +170,8 @@ def _loudly(reading: Reading, length: int, loud: int | None) -> Iterator[None]:
         factor[DOCUMENT * loud : DOCUMENT * (loud + 1)] = 10
         return x * factor
 
-    def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(louder, given)), {name: louder(x) for name, x in named.items()}
+    def before(_: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(louder, values)), {name: louder(x) for name, x in named.items()}
 
     leaves = [] if loud is None else [part.module for part in reading if len(part.inside) == 1]
     handles = [leaf.register_forward_pre_hook(before, with_kwargs=True) for leaf in leaves]

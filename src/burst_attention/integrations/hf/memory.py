@@ -139,7 +139,7 @@ def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
     for name in ("mlp", "feed_forward", "block_sparse_moe"):
         if name in layer._modules:
             module = layer.get_submodule(name)
-            experts = [module.get_submodule(each) for each in _EXPERTS if each in module._modules]
+            experts = [module.get_submodule(part) for part in _EXPERTS if part in module._modules]
             return experts or [module]
     raise ValueError(
         f"memory=Memory(mlp_chunks=...) does not know the feed-forward part of {type(layer).__name__}, whose parts are "
@@ -166,10 +166,10 @@ class _Recomputing:
         copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         after: list[Snapshot] = []  # the layer after its forward
 
-        def checked(*given: Any) -> Any:
+        def checked(*arguments: Any) -> Any:
             for snapshot in after:
                 snapshot.check_since_forward(self.layer, f"recompute={self.option!r}")
-            return run(*given)
+            return run(*arguments)
 
         # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
         with nullcontext() if self.copies is None else self.copies.hooks(*copied):

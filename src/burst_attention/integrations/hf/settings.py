@@ -143,8 +143,8 @@ def _places(parts: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[str,
 def _names_read(kind: Any) -> frozenset[str]:
     """Return the names of attributes that the code of a module's class reads, and that of all models aside."""
     bases = [base for base in kind.__mro__ if base not in (*PreTrainedModel.__mro__, *GenerationMixin.__mro__)]
-    found = (value for base in bases for name, value in vars(base).items() if name not in _NOT_RUN)
-    return frozenset[str]().union(*map(_names_in, found))
+    members = (value for base in bases for name, value in vars(base).items() if name not in _NOT_RUN)
+    return frozenset[str]().union(*map(_names_in, members))
 
 
 def _names_in(member: Any) -> frozenset[str]:

@@ -137,7 +137,7 @@ def _copied(value: Any) -> Any:
     if type(value) not in _COPIED:
         return value
     if isinstance(value, dict):
-        return type(value)((key, _copied(each)) for key, each in value.items())
+        return type(value)((key, _copied(x)) for key, x in value.items())
     return type(value)(map(_copied, value))
 
 

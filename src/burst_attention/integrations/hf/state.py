@@ -114,7 +114,7 @@ def form_of(reading: Reading) -> LogitForm | None:
     model, causal = reading.model, models.check_causal(reading)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
+    if stub_forward.is_stock(model) and (heads.is_nested(reading) or not causal):
         return None
     if stub_forward.has_stock_forward(model):
         try:

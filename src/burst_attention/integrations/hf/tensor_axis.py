@@ -183,14 +183,14 @@ def check_cut(reading: Reading) -> None:
 @torch.no_grad()
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Return the model's state on the CPU, with whole weights, gathered one by one; nothing if not ``keep``."""
-    found: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}  # tied weights stay tied
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied weights stay tied
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in known:
+        if id(x) not in gathered:
             whole = _gathered(name, x) if isinstance(x, DTensor) else x
-            known[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
-        found[name] = known[id(x)]
-    return found if keep else {}
+            gathered[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
+        state[name] = gathered[id(x)]
+    return state if keep else {}
 
 
 def _gathered(name: str, x: DTensor) -> Tensor:
@@ -293,9 +293,9 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
 
 def _norms_of_heads(attention: Any, name: str) -> dict[str, str]:
     """Return the style of norms with one weight for all heads, which some plans of transformers leave out (GLM-4.5)."""
-    norms = {each: getattr(attention, each, None) for each in ("q_norm", "k_norm")}
-    found = [each for each, norm in norms.items() if _shape_of(norm) == (getattr(attention, "head_dim", None),)]
-    return {f"{name}.{each}": "replicated_with_grad_allreduce" for each in found}
+    norms = {x: getattr(attention, x, None) for x in ("q_norm", "k_norm")}
+    of_heads = [x for x, norm in norms.items() if _shape_of(norm) == (getattr(attention, "head_dim", None),)]
+    return {f"{name}.{x}": "replicated_with_grad_allreduce" for x in of_heads}
 
 
 def _shape_of(module: Any) -> tuple[int, ...]:
@@ -367,9 +367,9 @@ def _axes_of(x: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     of = x if x.grad is None else x.grad
     if not isinstance(of, DTensor):
         return None, ()
-    if any(each.is_partial() for each in of.placements):
+    if any(placement.is_partial() for placement in of.placements):
         raise TypeError(f"a gradient has the placements {of.placements}, a partial sum; redistribute it first")
-    return of.device_mesh, tuple(n for n, each in enumerate(of.placements) if not isinstance(each, Replicate))
+    return of.device_mesh, tuple(n for n, placement in enumerate(of.placements) if not isinstance(placement, Replicate))
 
 
 def _local_of(x: Tensor) -> Tensor:

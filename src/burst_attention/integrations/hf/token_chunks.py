@@ -105,10 +105,10 @@ class _RunInChunks(torch.autograd.Function):
             with torch.enable_grad():
                 out = call.run(leaves)
             sources = [x for x, want in zip([*leaves, *weights], wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(out, sources, dout, allow_unused=True))
+            results = iter(torch.autograd.grad(out, sources, dout, allow_unused=True))
             del out, leaves
             for n, want in enumerate(wanted):
-                part = next(found) if want else None
+                part = next(results) if want else None
                 if part is not None and n >= call.count:
                     sums[n - call.count] = added(sums[n - call.count], part)
                 elif part is not None and (target := joined[n]) is not None:

@@ -56,7 +56,7 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
 def by_layer(config: Any, name: str, count: int = 1) -> list[Any]:
     """Return a setting ``count`` times, None where there is none; of each layer if the layers differ in it."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
-        return [getattr(each, name, None) for each in config.per_layer_config]
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
     return [getattr(config, name, None)] * count
 
 
@@ -87,6 +87,6 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 def dropouts_of(config: Any) -> str:
     """Return the settings of a configuration that ask for dropout, as text; empty if none does."""
-    found = {} if config is None else config.get_text_config(decoder=True).to_dict()
-    asked = ((name, x) for name, x in found.items() if "drop" in name and isinstance(x, float) and x > 0)
-    return ", ".join(f"{name}={x}" for name, x in asked)
+    settings = {} if config is None else config.get_text_config(decoder=True).to_dict()
+    rates = ((name, x) for name, x in settings.items() if "drop" in name and isinstance(x, float) and x > 0)
+    return ", ".join(f"{name}={x}" for name, x in rates)

@@ -174,5 +174,5 @@ def running_model() -> PreTrainedModel | None:
         if frame.f_code.co_varnames[:1] == ("self",):
             methods.append(frame)
         frame = frame.f_back
-    owners = (each.f_locals.get("self") for each in reversed(methods))  # f_locals copies a frame, so read few of them
+    owners = (frame.f_locals.get("self") for frame in reversed(methods))  # f_locals copies a frame, so read few of them
     return next((owner for owner in owners if isinstance(owner, PreTrainedModel)), None)
