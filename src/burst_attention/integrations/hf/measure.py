@@ -70,7 +70,7 @@ def check_by_measure(reading: Reading, plan: PlanArgument) -> None:
         raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {part.module: part.module.training for part in reading}
     reached = [True] if converted.hands_plans(reading) else []
-    run = _tokens_apart(reading, plan, reached)
+    run = _tokens_apart(model, plan, reached)
     try:
         for training in sorted({False, model.training}):
             model.train(training)
@@ -127,9 +127,8 @@ class _Run(NamedTuple):
     quiet: list[tuple[tuple[int, int], torch.Tensor]]
 
 
-def _tokens_apart(reading: Reading, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
+def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., _Run]:
     """Return a function that runs the model on documents of 7 tokens, where each token sees only itself."""
-    model = reading.model
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, **options: Any) -> torch.Tensor:
         reached.append(True)
@@ -148,7 +147,7 @@ def _tokens_apart(reading: Reading, plan: PlanArgument, reached: list[bool]) -> 
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
         given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
-        with torch.no_grad(), running(plans), _loudly(reading, ids.shape[1], loud):
+        with torch.no_grad(), running(plans), _loudly(model, ids.shape[1], loud):
             states = stub_forward.run_body(stub_forward.body_of(model), **given)[0]
         keys = [(document, DOCUMENT * n * counted) for n, document in enumerate(documents)]
         each = enumerate(zip(keys, states.split(DOCUMENT, 1), strict=True))
@@ -158,7 +157,7 @@ def _tokens_apart(reading: Reading, plan: PlanArgument, reached: list[bool]) -> 
 
 
 @contextmanager
-def _loudly(reading: Reading, length: int, loud: int | None) -> Iterator[None]:
+def _loudly(model: nn.Module, length: int, loud: int | None) -> Iterator[None]:
     """Multiply one document's rows by ten in the input of every layer without layers inside."""
 
     def louder(x: Any) -> Any:
@@ -173,7 +172,7 @@ def _loudly(reading: Reading, length: int, loud: int | None) -> Iterator[None]:
     def before(_: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return tuple(map(louder, values)), {name: louder(x) for name, x in named.items()}
 
-    leaves = [] if loud is None else [part.module for part in reading if len(part.inside) == 1]
+    leaves = [] if loud is None else [part.module for part in read(model) if len(part.inside) == 1]
     handles = [leaf.register_forward_pre_hook(before, with_kwargs=True) for leaf in leaves]
     try:
         yield
