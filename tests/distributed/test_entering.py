@@ -71,7 +71,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "token_log_probs' logits": ("burst_attention.loss.log_probs.measure", log_probs),
     "exchange_small": ("burst_attention.attention.plan.float", lambda plan: plan.exchange_small([1.0])),
     "an agreement itself": ("burst_attention.comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
-    "a model": ("burst_attention.integrations.hf.checks.check_rope", model),
+    "a model": ("burst_attention.integrations.hf.reading.configs.check_rope", model),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from burst_attention.inference import ShardedCache
-from burst_attention.integrations.hf import known
+from burst_attention.integrations.hf.reading import Kind, read
 from tests.distributed.test_generate import padded
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
 
@@ -83,7 +83,7 @@ def test_every_rank_refuses_a_mechanism_without_a_cache():
 def slow_model(name, implementation):
     """Return a model whose time steps are below the limit that transformers' prefill puts on them."""
     model = copy.deepcopy(model_of(name, implementation))
-    for _, mixer in known.mixers_of(model):
+    for mixer in (part.module for part in read(model).of(Kind.MIXER)):
         mixer.dt_bias.data.fill_(-9.0)
         mixer.time_step_limit = (0.05, float("inf"))
     return model

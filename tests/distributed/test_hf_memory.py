@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, GPT2L
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known
+from burst_attention.integrations.hf.reading import known
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known
+from burst_attention.integrations.hf.reading import known
 from tests.distributed.test_hf_parallel import gradients, refusal
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS

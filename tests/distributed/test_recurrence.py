@@ -16,7 +16,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from burst_attention import ExchangeError, Mask, Strategy, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted, known, parts
+from burst_attention.integrations.hf import converted
+from burst_attention.integrations.hf.reading import Kind, known, read, structure
 from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import Past, RunExchange, _Scan
@@ -178,7 +179,7 @@ def in_pieces(group, layer, x, cuts, layout):
 def test_pieces_continue_the_state(family, world, layout):
     """Some pieces have runs shorter than the convolution. What is kept is what transformers' own cache keeps."""
     model, cuts = make_hybrid(family), (0, 5, 37, 42, 61)
-    layer = next(mixer for _, mixer in known.mixers_of(model))
+    layer = read(model).of(Kind.MIXER)[0].module
     x = torch.randn(2, cuts[-1], 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     cache = DynamicCache(config=model.config)
     names = {*known.CACHES} & inspect.signature(layer.forward).parameters.keys()
@@ -524,7 +525,7 @@ def test_unknown_mixers_are_refused(kind, place):
     setattr(layer, place, mixer)
     assert f"({kind.__name__}) is not known to treat each token" in refusal(model, hf.parallelize)
     with pytest.raises(ValueError, match=rf"\({kind.__name__}\) is not known to treat each token"):
-        parts.check_structure(model)  # as check_model does
+        structure.check_structure(read(model))  # as check_model does
 
 
 def test_a_part_in_place_of_a_mixer_is_refused():

@@ -34,9 +34,10 @@ from burst_attention import burst_attention, make_plan
 from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known, stub_forward
+from burst_attention.integrations.hf import stub_forward
 from burst_attention.integrations.hf.attention import Attention
-from burst_attention.integrations.hf.parts import attention_configs
+from burst_attention.integrations.hf.reading import Kind, known, read
+from burst_attention.integrations.hf.reading.structure import attention_configs
 from burst_attention.integrations.hf.stub_forward import body_of, run_body
 from burst_attention.testing import WorkerError, local_world
 
@@ -415,7 +416,7 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str, par
     if mixers_of(parts):  # their decays and sums over the sequence magnify the fp32 in modeling files
         make_exact(body_of(model))
     if own:
-        for each in attention_configs(model):
+        for each in attention_configs(read(model)):
             each._attn_implementation = implementation
     generator = _generator(5)
     with torch.no_grad():
@@ -458,7 +459,7 @@ def double_module(name: str) -> Any:
 
 def mixers_of(model: Any) -> set[str]:
     """The mechanisms of its layers, other than attention, that pass a state from token to token."""
-    return {str(known.mechanism(mixer)) for _, mixer in known.mixers_of(model)}
+    return {str(known.mechanism(mixer.module)) for mixer in read(model).of(Kind.MIXER)}
 
 
 def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:

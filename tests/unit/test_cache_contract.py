@@ -8,7 +8,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from burst_attention.inference import ShardedCache
 from burst_attention.inference.layer import ShardedLayer, StateLayer
 from burst_attention.inference.slots import Held
-from burst_attention.integrations.hf import known
+from burst_attention.integrations.hf.reading import known
 from tests.support.generating import ids_of, model_of
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known
+from burst_attention.integrations.hf.reading import known
 from burst_attention.testing import local_world
 from burst_train.step.model import _check_parts
 from tests.support.generating import TEMPERED

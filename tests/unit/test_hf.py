@@ -21,8 +21,9 @@ from transformers.masking_utils import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, known
+from burst_attention.integrations.hf import checks
 from burst_attention.integrations.hf.checks import MaskRequest
+from burst_attention.integrations.hf.reading import known
 from tests.support.hf_models import (
     DOCUMENTS,
     MODELS,

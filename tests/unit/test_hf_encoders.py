@@ -11,7 +11,8 @@ from transformers import BertConfig, BertForMaskedLM, FNetConfig, FNetForMaskedL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, converted, models, own_attention, parts
+from burst_attention.integrations.hf import checks, converted, own_attention
+from burst_attention.integrations.hf.reading import models, read, structure
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
 from tests.tools import families
@@ -154,18 +155,18 @@ def test_parts_that_are_not_converted_are_refused():
     for model_type in ("bart", "gpt_neo"):
         model = tiny.made(model_type, "ForCausalLM")
         with pytest.raises(ValueError, match=r"call hf\.parallelize\(model\)"):
-            converted.check_converted(model)
+            converted.check_converted(read(model))
 
 
 def test_encoder_is_not_causal_and_mixtures_are_refused():
     model = BertForMaskedLM(BertConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=2))
-    assert models.is_causal(model.bert) is False
+    assert models.is_causal(read(model.bert)) is False
     model.bert.encoder.layer[1].attention.self.is_causal = True
     with pytest.raises(ValueError, match=r"encoder\.layer\.1\.attention\.self of BertModel is causal, but"):
-        models.is_causal(model.bert)
+        models.is_causal(read(model.bert))
     model.config.is_decoder = True
     with pytest.raises(ValueError, match="says is_causal=False, but the configuration is_decoder=True"):
-        models.is_causal(model.bert)
+        models.is_causal(read(model.bert))
     with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="is_decoder=True, so its mask is not"):
         ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
 
@@ -222,7 +223,7 @@ def test_a_model_without_a_known_attention_is_refused():
     """FNet mixes tokens by a Fourier transform; its classes have harmless names."""
     model = FNetForMaskedLM(FNetConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)).eval()
     with pytest.raises(ValueError, match="Sequential has no attention and no recurrence that is known"):
-        parts.check_exchanges(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        structure.check_exchanges(read(torch.nn.Sequential(torch.nn.Linear(2, 2))))
     refusal = r"\(FNetBasicFourierTransform\) is not known to treat each token independently: it uses fft_fftn"
     with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match=refusal):
         ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))

@@ -37,7 +37,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, models, parts
+from burst_attention.integrations.hf import checks, measure
+from burst_attention.integrations.hf.reading import attached, read
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
 from burst_train.data.tokenizer import ByteTokenizer
@@ -197,7 +198,7 @@ def test_a_declared_part_that_depends_on_a_statistic_of_all_tokens_is_found(stat
             Declared(), model.model.layers[seed % 2].mlp.down_proj
         )
         try:
-            models._check_by_measure(model, make_plan(SEQLEN))
+            measure.check_by_measure(read(model), make_plan(SEQLEN))
             passed.append(seed)
         except ValueError as error:
             assert "depend on" in str(error)
@@ -286,7 +287,7 @@ def test_random_values_of_parts_are_refused_in_training(name, setting):
     hf.register()
     model = random_model(name)
     with pytest.raises(ValueError, match=setting):
-        parts.check_random(model.train())
+        attached.check_random(read(model.train()))
     if name != "opt":  # a rank that drops all its layers never calls the attention
         assert setting in over_ranks(lambda plan: forward(model.train(), plan))
         assert setting in over_ranks(lambda plan: hf.parallelize(model.train(), plan.transport.group))

@@ -20,7 +20,7 @@ from transformers.models.patchtsmixer.modeling_patchtsmixer import PatchMixerBlo
 from transformers.models.wav2vec2.modeling_wav2vec2 import TDNNLayer
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import models, parts
+from burst_attention.integrations.hf.reading import configs, read, structure
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hf_models import make_model
 
@@ -99,7 +99,7 @@ def test_a_harmless_name_does_not_hide_that_tokens_mix(forward, tmp_path):
     part = remote_code(tmp_path, name, forward)
     refusal = rf"mlp\.1 \({name}\) is not known to treat each token independently: it uses {MIXING[forward]} \("
     with pytest.raises(ValueError, match=refusal):
-        parts.check_structure(with_part(part).model)
+        structure.check_structure(read(with_part(part).model))
 
 
 # What forward does that no reading of its names shows; the layer is then run.
@@ -118,7 +118,7 @@ HIDDEN = [
 def test_remote_code_is_run_too(forward, tmp_path):
     part = remote_code(tmp_path, "OwnMLP", forward)
     with pytest.raises(ValueError, match=r"mlp\.1 \(OwnMLP\) was run on random tokens: results of a token depend on"):
-        parts.check_structure(with_part(part).model)
+        structure.check_structure(read(with_part(part).model))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_remote_code_is_run_too(forward, tmp_path):
 def test_names_that_remote_code_gives_itself_are_not_followed(first, operation, tmp_path):
     part = remote_code(tmp_path, "OwnMLP", "x", first=first)
     with pytest.raises(ValueError, match=rf"\(OwnMLP\) is not known .*: it uses {operation}"):
-        parts.check_structure(with_part(part).model)
+        structure.check_structure(read(with_part(part).model))
 
 
 def remote_code(folder, name, forward, *, first="pass"):
@@ -151,7 +151,7 @@ def test_code_that_cannot_be_read_is_refused():
     space = {"nn": nn, "__name__": "transformers_modules.of_somebody"}
     exec("class OwnMLP(nn.Module):\n    def forward(self, x):\n        return x", space)
     with pytest.raises(ValueError, match=r"\(OwnMLP\) is not known .*: it uses code that cannot be read"):
-        parts.check_structure(with_part(space["OwnMLP"]()).model)
+        structure.check_structure(read(with_part(space["OwnMLP"]()).model))
 
 
 OF_TRANSFORMERS = {
@@ -165,14 +165,14 @@ OF_TRANSFORMERS = {
 def test_classes_of_transformers_that_mix_tokens_are_refused_beside_an_attention(name):
     part = OF_TRANSFORMERS[name]()
     with pytest.raises(ValueError, match=rf"\({name}\) is not known to treat each token independently: it uses"):
-        parts.check_structure(with_part(part).model)
+        structure.check_structure(read(with_part(part).model))
 
 
 def test_mobilebert_joins_the_embeddings_of_neighbouring_tokens():
     with torch.device("meta"):
         model = MobileBertModel(MobileBertConfig(num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"embeddings \(MobileBertEmbeddings\) is not known to treat each token"):
-        parts.check_structure(model)
+        structure.check_structure(read(model))
 
 
 @remote
@@ -218,7 +218,7 @@ class RemoteMixture(nn.Module):
 
 @pytest.mark.parametrize("kind", [RemoteNorm, RemoteMLP, RemoteMixture])
 def test_remote_code_that_treats_each_token_independently_is_taken(kind):
-    parts.check_structure(with_part(kind()).model)
+    structure.check_structure(read(with_part(kind()).model))
 
 
 class Scaled(nn.Linear):
@@ -285,26 +285,26 @@ def test_layers_that_scale_each_token_are_taken_and_left_as_they_are():
     layer = quantized(-1)
     before, state = layer.weight.clone(), torch.get_rng_state()
     layer.register_forward_hook(hf.token_wise(lambda *_: pytest.fail("hooks do not run")))
-    parts.check_structure(with_linear(layer).model)
+    structure.check_structure(read(with_linear(layer).model))
     assert torch.equal(layer.weight, before) and layer.weight.grad is None
     torch.manual_seed(3)
     model = with_linear(layer).model
     state = torch.get_rng_state()
-    parts.check_structure(model)
+    structure.check_structure(read(model))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_weights_on_the_meta_device_are_replaced_for_the_measurement():
-    parts.check_structure(with_linear(quantized(-1).to("meta")).model)
+    structure.check_structure(read(with_linear(quantized(-1).to("meta")).model))
     with pytest.raises(ValueError, match="depend on other tokens"):
-        parts.check_structure(with_linear(quantized(1).to("meta")).model)
+        structure.check_structure(read(with_linear(quantized(1).to("meta")).model))
 
 
 def test_a_layer_that_fails_is_refused():
     layer = quantized(-1)
     del layer.over
     with pytest.raises(ValueError, match=r"down_proj \(Scaled\) fails on random tokens \(AttributeError: .* first"):
-        parts.check_structure(with_linear(layer).model)
+        structure.check_structure(read(with_linear(layer).model))
 
 
 def test_a_declared_class_is_measured_where_it_takes_the_models_width():
@@ -325,9 +325,9 @@ def test_a_declared_class_is_measured_where_it_takes_the_models_width():
 
     part = Centred()
     with pytest.raises(ValueError, match=r"mlp\.1 \(Centred\) was run on random tokens: .* depend on other tokens"):
-        parts.check_structure(with_part(part).model)
+        structure.check_structure(read(with_part(part).model))
     assert part.seen == 0, "a measurement leaves buffers as they are"
-    parts.check_structure(with_part(Joined()).model)
+    structure.check_structure(read(with_part(Joined()).model))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
@@ -340,20 +340,20 @@ def test_torchaos_float8_training(recipe, taken):
     object.__setattr__(config, "emulate", True)
     convert_to_float8_training(model.model.layers, config=config)
     if taken:
-        parts.check_structure(model.model)
+        structure.check_structure(read(model.model))
     else:
         with pytest.raises(ValueError, match=r"q_proj \(Float8Linear\) .* depend on other tokens"):
-            parts.check_structure(model.model)
+            structure.check_structure(read(model.model))
 
 
 def test_a_window_below_one_is_refused_only_where_layers_use_it():
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     small |= {"head_dim": 8, "intermediate_size": 48, "num_local_experts": 2, "vocab_size": 64, "sliding_window": 0}
     config = GptOssConfig(**small, layer_types=["full_attention"] * 2)
-    models.check_layers(config)
+    configs.check_layers(config)
     hf.check_config(config)
     config.layer_types = ["full_attention", "sliding_attention"]
-    for check in (models.check_layers, hf.check_config):
+    for check in (configs.check_layers, hf.check_config):
         with pytest.raises(ValueError, match="sliding_window=0 of the configuration is below 1"):
             check(config)
     config.layer_types, config._attn_implementation = ["full_attention"] * 2, "burst"

@@ -11,8 +11,9 @@ from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import known, parts, settings
+from burst_attention.integrations.hf import settings, snapshots
 from burst_attention.integrations.hf.checks import MaskRequest
+from burst_attention.integrations.hf.reading import known, read
 from tests.support.hf_models import (
     DOCUMENTS,
     SEQLEN,
@@ -304,7 +305,7 @@ def test_whatever_the_checks_of_parts_depend_on_changes_their_state():
         lambda: setattr(layer, "mlp", torch.compile(layer.mlp)),
         lambda: model.gradient_checkpointing_enable(),
     ):
-        watched = parts.Watched(model)
+        watched = snapshots.Watched(read(model))
         assert watched.unchanged()
         change()
         assert not watched.unchanged()
@@ -315,7 +316,7 @@ def test_digests_of_settings_follow_each_change():
     model = make_model("llama")
     layer = model.model.layers[0]
     norm, layer.gradient_checkpointing = layer.input_layernorm, False  # a new attribute needs new settings
-    made = settings.Settings(model)
+    made = settings.Settings(read(model))
     seen = [made.fields()]
     for change in (
         lambda: norm.weight.requires_grad_(False),
@@ -337,10 +338,10 @@ def test_digests_of_settings_follow_each_change():
 
 def test_what_no_code_of_a_part_reads_is_no_setting():
     """Ranks may differ in it, as in a map of devices."""
-    model, before = make_model("llama"), settings.Settings(make_model("llama")).fields()
+    model, before = make_model("llama"), settings.Settings(read(make_model("llama"))).fields()
     model.hf_device_map, model.config.of_this_rank, model.model.rank = {"": 3}, 3, 3
     model.config.use_cache = not model.config.use_cache
-    assert settings.Settings(model).fields() == before
+    assert settings.Settings(read(model)).fields() == before
 
 
 def test_settings_of_adapters():
@@ -355,7 +356,7 @@ def test_settings_of_adapters():
         model = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
         model.add_adapter("other", LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
         change(model)
-        found.append(settings.Settings(model.base_model.model).digest())
+        found.append(settings.Settings(read(model.base_model.model)).fields()[settings._PARTS])
     assert len({*found}) == len(found)
 
 

@@ -42,14 +42,14 @@ def test_moments_in_8_bits_are_copied_out_and_rounded_back() -> None:
 
 
 def test_loaded_moments_reach_the_optimizer() -> None:
-    model = nn.Linear(2, 2, bias=False)
+    model = nn.ModuleDict({"model": nn.Linear(2, 2, bias=False)})
     optimizer = torch.optim.AdamW(model.parameters())
     tensors_of(model, optimizer)
-    state = optimizer.state[model.weight]
+    state = optimizer.state[model["model"].weight]
     state |= {name: in_8_bits(torch.ones(2, 2)) for name in MOMENTS}
     tensors = tensors_of(model, optimizer)
     for n, name in enumerate(MOMENTS):
-        tensors[f"{name}.weight"].fill_(5 + n)
+        tensors[f"{name}.model.weight"].fill_(5 + n)
     put_moments(model, optimizer, tensors)
     assert [state[name].unique().item() for name in MOMENTS] == [5, 6]
 

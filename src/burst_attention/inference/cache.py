@@ -19,11 +19,12 @@ from burst_attention.attention.batch import Reach, digest_text
 from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
-from burst_attention.integrations.hf import known, tensor_axis
+from burst_attention.integrations.hf import tensor_axis
 from burst_attention.integrations.hf.cached import SHORT
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
-from burst_attention.integrations.hf.models import by_layer, layer_windows
+from burst_attention.integrations.hf.reading import known
+from burst_attention.integrations.hf.reading.configs import by_layer, layer_windows
 
 from . import files
 from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach

@@ -113,7 +113,9 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
         empty = build_empty(config)
         _check_parts(config, empty)
     except ValueError as error:
-        raise ValueError(f"--model {model!r}: {error}") from error
+        # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.
+        why = str(error).replace("run it on one rank", "run it by hf.parallelize on one rank")
+        raise ValueError(f"--model {model!r}: {why}") from error
     text = config.get_text_config(decoder=True)
     # The causal model of some whole models' configurations is their language model alone (Qwen3.5).
     return text if text is not config and type(empty.config) is type(text) else config

@@ -27,11 +27,14 @@ from burst_attention.attention.batch import Reach, shard_batch
 from .attention import register
 from .call import ahead
 from .heads import find_form, find_head, next_token_loss
+from .measure import check_model
 from .memory import Memory
-from .models import NAME, attention_windows, check_config, check_model, layer_windows, recurrent_layers
 from .outputs import ParallelOutput
 from .parallel import parallelize, plans_of, unparallelize
-from .parts import token_wise
+from .reading.attached import token_wise
+from .reading.configs import layer_windows
+from .reading.known import NAME
+from .reading.models import attention_windows, check_config, recurrent_layers
 from .stub_forward import added_losses
 from .tensor_axis import clip_grad_norm_, ranks_of_heads, tensor_parallel
 

@@ -15,7 +15,8 @@ from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
 from .classes import stock_class
-from .known import CACHES, names
+from .reading import Reading
+from .reading.known import CACHES, names
 
 BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
@@ -213,15 +214,15 @@ def _counter_of_positions(body: Any) -> Any:
     return getattr(embeddings, name, getattr(home, name, None))
 
 
-def tables_of(body: nn.Module) -> dict[str, int]:
+def tables_of(body: Reading) -> dict[str, int]:
     """Return how many values each integer input of a body may have, by name, where a table limits it."""
     # A table's rows before its ``offset`` are for padding. Vision and audio towers have their own positions.
-    found: dict[str, int] = {}
-    sizes = {name: x.num_embeddings for name, x in body.named_modules() if isinstance(x, nn.Embedding)}
-    sizes = {name: rows - getattr(body.get_submodule(name), "offset", 0) for name, rows in sizes.items()}
-    fixed = ((name, len(x)) for name, x in body.named_buffers() if "embed_positions" in name and x.dim() == 2)
+    limits: dict[str, int] = {}
+    tables = ((part.name, part.module) for part in body if isinstance(part.module, nn.Embedding))
+    sizes = {name: table.num_embeddings - getattr(table, "offset", 0) for name, table in tables}
+    fixed = ((name, len(x)) for name, x in body.model.named_buffers() if "embed_positions" in name and x.dim() == 2)
     for path, rows in (*sizes.items(), *fixed):
         role = next((role for role, tables in _TABLES.items() if path.rpartition(".")[2] in tables), None)
         if role and rows and not any(tower in path for tower in _TOWERS):
-            found[role] = min(rows, found.get(role, rows))
-    return found
+            limits[role] = min(rows, limits.get(role, rows))
+    return limits

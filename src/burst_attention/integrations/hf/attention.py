@@ -16,11 +16,11 @@ from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import checks, converted, models, parts
+from . import checks, converted
 from .checks import ALONE, RUNNING, UNSTATED, MaskRequest
 from .dealt import Step
-from .known import KEEP_POSITIONS, gets_no_keywords
-from .models import NAME
+from .reading import attached, configs, models, read, structure
+from .reading.known import KEEP_POSITIONS, NAME, gets_no_keywords
 
 
 def register() -> None:
@@ -100,7 +100,7 @@ class Attention:
             # parallelize may have cut the positions itself, so that the layer can't have others.
             checked = positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
             if not checked:
-                checks.check_rope(getattr(module, "config", None))
+                configs.check_rope(getattr(module, "config", None))
                 self._check_model(module, chosen)
                 self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
@@ -114,18 +114,19 @@ class Attention:
         """Refuse the model that calls this layer if it can't run on shards. One rank may run any model."""
         if plan.world == 1:
             return
-        models.check_layers(getattr(module, "config", None))
+        configs.check_layers(getattr(module, "config", None))
         model = models.running_model()
         if model is None:  # a checkpointed layer is recomputed: its configuration alone can be checked
             return
         known = self._models.get(model)
         if known is None or known[0] != model.training:
-            parts.check_structure(model)
-            converted.check_converted(model)
-            parts.check_hooks(model)
-            parts.check_random(model)
-            known = self._models[model] = model.training, parts.attention_configs(model)
-        parts.check_implementations(model, known[1], self._names)
+            reading = read(model)
+            structure.check_structure(reading)
+            converted.check_converted(reading)
+            attached.check_hooks(reading)
+            attached.check_random(reading)
+            known = self._models[model] = model.training, structure.attention_configs(reading)
+        structure.check_implementations(model, known[1], self._names)
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
@@ -163,7 +164,7 @@ def _request_mask(
     if RUNNING.plans is None:  # hf.parallelize has checked the model that runs
         model = models.running_model()
         if model is not None and not hasattr(model, "_burst"):
-            parts.check_attention_is_ours(model)
+            structure.check_attention_is_ours(read(model))
     causal, window, chunk, foreign = False, None, None, []
     together, beyond, both, found = None, False, False, list(_mask_parts(mask_function))
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens

@@ -18,10 +18,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of
 from burst_attention.comm.agreement import Meeting
 
-from . import arguments, converted, heads, known, models, stub_forward, tensor_axis, vision
+from . import arguments, converted, heads, stub_forward, tensor_axis, vision
 from .batch import rows_of
 from .checks import running, shown
 from .dealt import Step, passed
+from .reading import Kind, known, models, read
 from .settings import REMEDIES, Settings, weights_of
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
@@ -113,7 +114,7 @@ def _with_settings(model: Any, fields: Mapping[str, Any]) -> tuple[dict[str, Any
     """Return a call's fields and those of the model's settings, with their details."""
     if model._burst.meeting.alone:
         return dict(fields), {}
-    own = Settings(model)
+    own = Settings(read(model))
     return {**fields, **own.fields()}, own.details()
 
 
@@ -205,8 +206,9 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
         raise ValueError(f"{argument}: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
         raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
-    converted.check_cached(body, argument)
-    if models.embeds_positions(model) or not (models.is_rotary(model) or any(known.mixers_of(body))):
+    reading = read(model)
+    converted.check_cached(reading.text, argument)
+    if models.embeds_positions(reading) or not (models.is_rotary(reading) or reading.text.of(Kind.MIXER)):
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )

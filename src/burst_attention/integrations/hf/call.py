@@ -13,10 +13,11 @@ from torch import nn
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
 from burst_attention.loss.checks import divisor_of
 
-from . import arguments, heads, parts, settings, stub_forward, tensor_axis, vision
+from . import arguments, heads, settings, stub_forward, tensor_axis, vision
 from .batch import IGNORED, BatchRows, rows_of
 from .checks import running
 from .outputs import Call, wanted_fields
+from .reading import structure
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
@@ -45,7 +46,7 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         given = arguments.named(model, args, kwargs)
         arguments.check_keywords(model, given)
         state.check_parts(model)
-        parts.check_implementations(model, state.layers)
+        structure.check_implementations(model, state.layers)
         own = arguments.runs_its_own(model, given)
         rows = rows_for(model, given)
         items = divisor_of(given.get("num_items_in_batch"), "num_items_in_batch")

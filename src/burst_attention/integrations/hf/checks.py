@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
-from .known import names
+from .reading import Reading
+from .reading.configs import dropouts_of
+from .reading.known import names
 
 UNSTATED: Any = object()
 ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
@@ -51,7 +52,7 @@ class MaskRequest:
 
     def __getitem__(self, rows: Any) -> MaskRequest:
         """Return the mask itself for all its rows: models cut a mask to the queries whose logits are wanted."""
-        if any(each not in (slice(None), slice(0, None)) for each in rows):
+        if any(row not in (slice(None), slice(0, None)) for row in rows):
             raise ValueError(f"attention_mask: a part of a mask ({rows}) is not supported; the plan's mask is whole")
         return self
 
@@ -124,13 +125,13 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 
 
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
-    shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
+    shapes = {(x.seqlen, x.schedule.layout.description, x.world, x.rank) for x in plans.values()}
     if len(shapes) > 1:
         raise ValueError(
             f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; use plan.with_mask"
         )
-    if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
-        listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
+    if len({replace(x.mask, causal=True, window=None) for x in plans.values()}) > 1:
+        listed = ", ".join(f"{window}: {x.mask!r}" for window, x in plans.items())
         raise ValueError(f"plan has masks of different documents, prefixes or blocks ({listed}); vary windows alone")
 
 
@@ -153,30 +154,23 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
 
 def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
     """Return the layer's window, from its keyword or its mask. Some models state only one of them."""
-    asked = None if request is None else request.window
-    if asked is None or asked == sliding_window:
+    wanted = None if request is None else request.window
+    if wanted is None or wanted == sliding_window:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
-        return asked
-    if request is not None and not request.causal and asked == sliding_window + 1:  # the largest distance
-        return asked
+        return wanted
+    if request is not None and not request.causal and wanted == sliding_window + 1:  # the largest distance
+        return wanted
     raise ValueError(
-        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
+        f"sliding_window={sliding_window} of the layer is not the window {wanted} of its mask; make them equal"
     )
-
-
-def dropouts_of(config: Any) -> str:
-    """Return the settings of a configuration that ask for dropout, as text; empty if none does."""
-    found = {} if config is None else config.get_text_config(decoder=True).to_dict()
-    asked = ((name, x) for name, x in found.items() if "drop" in name and isinstance(x, float) and x > 0)
-    return ", ".join(f"{name}={x}" for name, x in asked)
 
 
 def check_keywords(dropout: float, others: Mapping[str, Any], config: Any = None) -> None:
     """Refuse dropout, and every keyword that changes the result or may change it."""
     if dropout:
-        asked = dropouts_of(config)
-        remedy = f"the configuration has {asked}; set them to 0.0" if asked else "set it to 0.0"
+        rates = dropouts_of(config)
+        remedy = f"the configuration has {rates}; set them to 0.0" if rates else "set it to 0.0"
         raise ValueError(f"dropout={dropout} of attention weights is not supported: {remedy}, or call eval()")
     for name, value in others.items():
         if value is None or name in _BENIGN or (name == "output_attentions" and not value):
@@ -189,7 +183,7 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
     """Refuse an attention function of the caller that doesn't take the layer's soft cap or sinks."""
     if len(options) > 1:
         taken = inspect.signature(attend).parameters
-        open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         for name in options.keys() - taken.keys() if not open_ended else ():
             raise ValueError(
                 f"{name}={shown(options[name])} of the layer: the attention {getattr(attend, '__name__', attend)!r} "
@@ -232,31 +226,6 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
         )
 
 
-def check_rope(config: Any) -> None:
-    """Refuse rotary frequencies that depend on the largest position, because it differs by rank."""
-    for attribute in ("rope_parameters", "rope_scaling"):
-        check_rope_type(attribute, _rope_types(getattr(config, attribute, None)))
-
-
-def check_rope_type(attribute: str, kinds: Iterable[Any]) -> None:
-    """Refuse types of rotary frequencies, the value of ``attribute``, that depend on the largest position."""
-    for kind in kinds:
-        if isinstance(kind, str) and ("dynamic" in kind or kind in ("longrope", "su")):
-            raise ValueError(
-                f"{attribute} has rope type {kind!r}: its frequencies depend on the largest position, which "
-                "differs by rank; use a model with rope type default, linear, yarn or llama3"
-            )
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    if isinstance(parameters, Mapping):
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if isinstance(kind, str):
-            yield kind
-        for nested in parameters.values():
-            yield from _rope_types(nested)
-
-
 def shown(value: Any) -> str:
     """Format a value for an error message; tensors by their shape."""
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
@@ -267,9 +236,9 @@ def experts_for(dtype: torch.dtype) -> dict[str, str]:
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
-def experts_of(model: nn.Module) -> list[Any]:
+def experts_of(reading: Reading) -> list[Any]:
     """Return the modules of experts that compute as their configuration says."""
-    return [part for part in model.modules() if {"has_gate", "is_transposed", "config"} <= vars(part).keys()]
+    return [x for x in (part.module for part in reading) if {"has_gate", "is_transposed", "config"} <= vars(x).keys()]
 
 
 def check_experts(experts: Sequence[Any]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans
@@ -27,79 +26,77 @@ from burst_attention.attention.plan import Plan
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
-from . import checks, known
+from . import checks
 from .checks import ALONE, RUNNING, plans_of, running
 from .classes import Converted, become, revert, stock_class
 from .dealt import Step, passed
 from .own_attention import OwnAttention
+from .reading import Kind, Part, Reading, known
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 # Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
 _CACHED = frozenset({"gated delta", "Kimi delta", "Mamba 2", "convolution"})
 
 
-def convert(body: nn.Module) -> None:
+def convert(body: Reading) -> None:
     """Make the known modules of a model run on shards. Changes classes in place; a second call changes nothing."""
-    for _, module, mixin in _kinds(body):
-        become(module, mixin)
+    for part in body:
+        if mixin := _mixin_of(part):
+            become(part.module, mixin)
 
 
-def _kinds(body: nn.Module) -> Iterator[tuple[str, nn.Module, type[Converted]]]:
-    """Yield (name, module, mixin) for each module whose class must change."""
-    poolers = {id(pooler) for pooler in poolers_of(body)}
-    for name, module in [*body.named_modules()]:
-        if isinstance(module, GradientCheckpointingLayer):
-            kind: type[Converted] | None = _Layer if any(map(_reads_plans, module.modules())) else None
-        else:
-            own = _Unpooled if id(module) in poolers else None
-            kind = next((kind for judge, kind in _JUDGES if judge(module)), own)
-        if kind is not None:
-            yield name, module, kind
+def _mixin_of(part: Part) -> type[Converted] | None:
+    """Return the mixin of a part whose class must change."""
+    if isinstance(part.module, GradientCheckpointingLayer):
+        return _Layer if any(map(_reads_plans, part.inside)) else None
+    return _MIXINS.get(part.kind)
 
 
-def check_converted(model: nn.Module) -> None:
+def _reads_plans(part: Part) -> bool:
+    """Return whether a part gets no keywords from its layer, but needs its plans."""
+    by_context = vars(part.module).get("burst_by_context", False)  # experts
+    return part.kind is Kind.MIXER or known.gets_no_keywords(part.module) or by_context
+
+
+def check_converted(reading: Reading) -> None:
     """Refuse a model with a module that would run on the shard alone."""
-    for name, module, mixin in _kinds(model):
-        if mixin.wrong_alone and not isinstance(module, mixin):
-            raise ValueError(f"{name} ({type(module).__name__}) {mixin.wrong_alone}; call hf.parallelize(model)")
+    for part in reading:
+        mixin = _mixin_of(part)
+        if mixin and mixin.wrong_alone and not isinstance(part.module, mixin):
+            raise ValueError(f"{part} {mixin.wrong_alone}; call hf.parallelize(model)")
 
 
-def check_cached(body: nn.Module, argument: str) -> None:
+def check_cached(body: Reading, argument: str) -> None:
     """Refuse the cache ``argument`` for parts with a state that no cache over ranks holds, or that need positions."""
-    for name, module in body.named_modules():
-        found, kind = known.mechanism(module), type(module).__name__
-        if found is not None and found not in _CACHED:
+    for part in body:
+        mechanism, kind = known.mechanism(part.module), type(part.module).__name__
+        if mechanism is not None and mechanism not in _CACHED:
             raise ValueError(
-                f"{argument}: {name} ({kind}, {found}) has a state that no cache over ranks holds; leave it out"
+                f"{argument}: {part.name} ({kind}, {mechanism}) has a state that no cache over ranks holds; leave it "
+                "out"
             )
-        if isinstance(module, (OwnAttention, _Placed, _Tempered)) or known.gets_no_keywords(module):
+        if isinstance(part.module, (OwnAttention, _Placed, _Tempered)) or known.gets_no_keywords(part.module):
             raise ValueError(
-                f"{argument}: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
-                "ranks yet; use a model with rotary positions and plain attention"
+                f"{argument}: {part} has a custom attention or counts positions, which has no cache over ranks yet; "
+                "use a model with rotary positions and plain attention"
             )
 
 
-def hands_plans(model: nn.Module) -> bool:
+def hands_plans(reading: Reading) -> bool:
     """Return whether layers get their plans other than by keywords."""
-    return any(isinstance(each, (_Layer, OwnAttention)) for each in model.modules())
+    return any(isinstance(part.module, (_Layer, OwnAttention)) for part in reading)
 
 
 @contextmanager
-def converted(body: nn.Module) -> Iterator[None]:
+def converted(reading: Reading) -> Iterator[None]:
     """Convert a model inside this context only."""
-    before = any(isinstance(each, Converted) for each in body.modules())
-    convert(body)
+    before = any(isinstance(part.module, Converted) for part in reading)
+    convert(reading)
     try:
         yield
     finally:
         if not before:
-            revert(body, Converted)
-
-
-def _reads_plans(module: nn.Module) -> bool:
-    """Return whether a module gets no keywords from its layer, but needs its plans."""
-    by_context = vars(module).get("burst_by_context", False)  # experts
-    return bool(known.mechanism(module)) or known.gets_no_keywords(module) or by_context
+            revert(reading.model, Converted)
 
 
 class _Layer(Converted):
@@ -188,9 +185,9 @@ class _Tempered(Converted):
     wrong_alone = "scales queries by their places, which it would count from the shard's start"
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("plan")
-        if given is not None:
-            plans = Plans.of(given)
+        plan = kwargs.get("plan")
+        if plan is not None:
+            plans = Plans.of(plan)
             with plans.one.agreement.entering("burst_attention", once=True):
                 checks.check_tokens(hidden_states.shape[1], plans.one)
                 _check_no_cache(kwargs)
@@ -221,14 +218,6 @@ class _Unpooled(Converted):
         return super().forward(*args, **kwargs) if RUNNING.plans in (None, ALONE) else None
 
 
-def poolers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the poolers of a model's bodies."""
-    for module in model.modules():
-        pooler = getattr(module, "pooler", None) if isinstance(module, PreTrainedModel) else None
-        if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler"):
-            yield pooler
-
-
 def pooled(body: Any, hidden: Tensor) -> Tensor | None:
     """Return the pooler's result for whole hidden states [B, S, E]; None if the body has no pooler."""
     pooler = getattr(body, "pooler", None)
@@ -236,12 +225,13 @@ def pooled(body: Any, hidden: Tensor) -> Tensor | None:
     return result
 
 
-_JUDGES: tuple[tuple[Callable[[nn.Module], Any], type[Converted]], ...] = (
-    (known.mechanism, _Mixer),
-    (known.is_tempered, _Tempered),
-    (known.scores_itself, OwnAttention),
-    (known.is_counted, _Placed),
-)
+_MIXINS: Mapping[Kind, type[Converted]] = {
+    Kind.MIXER: _Mixer,
+    Kind.TEMPERED: _Tempered,
+    Kind.SCORES: OwnAttention,
+    Kind.PLACES: _Placed,
+    Kind.POOLER: _Unpooled,
+}
 
 
 def _check(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

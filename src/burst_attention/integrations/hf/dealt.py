@@ -14,7 +14,8 @@ from transformers import Cache
 from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.recurrence.exchange import Past
 
-from . import checks, known
+from . import checks
+from .reading import known
 
 
 class DealtCache(Cache):

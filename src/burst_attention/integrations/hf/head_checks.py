@@ -16,8 +16,10 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.plan.mask import Mask
 
 from . import tensor_parts
-from .known import CACHES, is_tempered
-from .parts import hooks_of, origin_of
+from .reading import read
+from .reading.attached import hooks_of, origin_of
+from .reading.known import CACHES, is_tempered
+from .snapshots import inside
 
 Refusal: TypeAlias = Callable[[str], ValueError]  # the error for a reason
 
@@ -55,7 +57,7 @@ def check_parts(module: Any, output: str, refusal: Refusal) -> None:
         raise refusal(f"it shares keys and values with other layers (num_kv_shared_layers={count})")
     if not output or next(module.buffers(), None) is not None:
         raise refusal(f"its parts are {', '.join(module._modules)}")
-    for name, part in module.named_modules():
+    for name, part in ((part.name, part.module) for part in read(module)):
         own = vars(part)
         if any(isinstance(x, Tensor) and x.requires_grad for x in own.values()):
             raise refusal(f"{name or 'it'} has a tensor that needs a gradient and is no parameter")
@@ -87,13 +89,13 @@ def check_given(hidden: Tensor, kwargs: Mapping[str, Any], refusal: Refusal) -> 
 
 def of_tokens(kwargs: Mapping[str, Any], tokens: slice, rows: slice = slice(None)) -> dict[str, Any]:
     """Return the arguments that belong to tokens, for some of the tokens."""
-    given: dict[str, Any] = {}
+    some: dict[str, Any] = {}
     if (angles := kwargs.get("position_embeddings")) is not None:  # cosines and sines, or complex numbers
         cut = [x[rows, tokens] for x in ([angles] if isinstance(angles, Tensor) else angles)]
-        given["position_embeddings"] = cut[0] if isinstance(angles, Tensor) else tuple(cut)
+        some["position_embeddings"] = cut[0] if isinstance(angles, Tensor) else tuple(cut)
     if (positions := kwargs.get("position_ids")) is not None:
-        given["position_ids"] = positions[:, tokens]
-    return given
+        some["position_ids"] = positions[:, tokens]
+    return some
 
 
 def compare_few(
@@ -103,12 +105,12 @@ def compare_few(
     few = min(_COMPARED, hidden.shape[1])
     # Without saved_tensors_hooks, a checkpoint around the layer would count these tensors, and run the layer again.
     with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_same, _same), _trained(module):
-        given = {**kwargs, **_few(few, kwargs)}
+        arguments = {**kwargs, **_few(few, kwargs)}
         leaves = [hidden[:1, :few].detach().clone().requires_grad_()]
         leaves += [x for x in weights_of(module).values() if x.requires_grad]
-        own = module.stock_class.forward(module, hidden_states=leaves[0], **given)
+        own = module.stock_class.forward(module, hidden_states=leaves[0], **arguments)
         try:
-            ours = run(module, leaves[0], given)
+            ours = run(module, leaves[0], arguments)
             if len(own) != 2 or own[1] is not None or own[0].shape != ours[0].shape:
                 raise refusal("its forward returns other results")
             _compare(few, own[0], ours[0], leaves, refusal)
@@ -121,18 +123,18 @@ def compare_few(
 def _compare(few: int, own: Tensor, ours: Tensor, leaves: Sequence[Tensor], refusal: Refusal) -> None:
     """Refuse other outputs, another gradient of the hidden states, and other weights that get a gradient."""
     dout = torch.linspace(-1, 1, own.numel(), dtype=own.dtype, device=own.device).view_as(own)
-    right, found = (torch.autograd.grad(x, leaves, dout, allow_unused=True) for x in (own, ours))
+    right, gradients = (torch.autograd.grad(x, leaves, dout, allow_unused=True) for x in (own, ours))
     # Products are rounded alike; norms of fp64 models may round to fp32, which shows where gradients are summed.
     eps = torch.finfo(own.dtype).eps
     bounds = {"outputs": 50 * eps, "gradients": 50 * max(eps, torch.finfo(torch.float32).eps)}
     if own.dtype.itemsize <= 2:
         bounds = dict.fromkeys(bounds, 12 * eps)
-    for what, x, y in (("outputs", own, ours), ("gradients", right[0], found[0])):
+    for what, x, y in (("outputs", own, ours), ("gradients", right[0], gradients[0])):
         assert x is not None and y is not None
         apart, most = (x - y).abs().max().item(), x.abs().max().item()
         if not apart <= bounds[what] * max(most, 1e-30):
             raise refusal(f"on {few} tokens its {what} differ by {apart:.1e} of {most:.1e}")
-    if [x is None for x in right] != [x is None for x in found]:
+    if [x is None for x in right] != [x is None for x in gradients]:
         raise refusal("other weights get a gradient")
 
 
@@ -140,22 +142,22 @@ def _few(few: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call on the first tokens of the first row."""
     masks = ((key, plan.mask) for key, plan in Plans.of(kwargs["plan"]).items())
     plans = {key: single_rank_plan(few, mask=Mask(causal=x.causal, window=x.window)) for key, x in masks}
-    given = of_tokens(kwargs, slice(0, few), rows=slice(1))
-    if "position_ids" in given:
-        given["position_ids"] = torch.arange(few, device=given["position_ids"].device)[None]
-    if "position_embeddings" in given:  # tensors of inference mode can't be saved for a backward; copies can
-        angles = given["position_embeddings"]
+    some = of_tokens(kwargs, slice(0, few), rows=slice(1))
+    if "position_ids" in some:
+        some["position_ids"] = torch.arange(few, device=some["position_ids"].device)[None]
+    if "position_embeddings" in some:  # tensors of inference mode can't be saved for a backward; copies can
+        angles = some["position_embeddings"]
         copies = angles.clone() if isinstance(angles, Tensor) else tuple(x.clone() for x in angles)
-        given["position_embeddings"] = copies
-    given["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
-    return given
+        some["position_embeddings"] = copies
+    some["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
+    return some
 
 
 @contextmanager
 def _trained(module: nn.Module) -> Iterator[None]:
     """Replace weights that need a gradient by others with the same values, so that no hook sees their gradients."""
     with ExitStack() as stack:
-        for part in module.modules():
+        for part in inside(module):
             stack.enter_context(
                 tensor_parts.using(part, lambda x: x.detach().requires_grad_() if x.requires_grad else x)
             )

@@ -25,8 +25,8 @@ from burst_attention.attention.sweep import sweeps
 from . import tensor_parts
 from .classes import become, stock_class
 from .head_checks import check_given, check_parts, compare_few, of_tokens, output_of, refusal_of, weights_of
-from .parts import HOOKS, hooks_of
-from .snapshots import Snapshot, replica
+from .reading.attached import HOOKS, hooks_of
+from .snapshots import Snapshot, inside, replica
 
 # The projections whose output rows belong to heads: which heads, in order.
 _ROWS: Mapping[str, tuple[str, ...]] = {
@@ -67,13 +67,13 @@ class Structures:
 
     def of(self, module: nn.Module) -> Structure:
         """Return the structure of the module as it is now; raise ValueError if it can't run in chunks."""
-        found = next((each for each in self._recent if each.fits(module)), None)
-        if found is None:
+        structure = next((recent for recent in self._recent if recent.fits(module)), None)
+        if structure is None:
             _unmerge(module)
             self._cut |= {name for name, x in weights_of(module).items() if tensor_parts.along_axis(x)}
-            found = Structure(module, self._chunks, self._cut)
-            self._recent = [found, *self._recent[: _RECENT - 1]]
-        return found
+            structure = Structure(module, self._chunks, self._cut)
+            self._recent = [structure, *self._recent[: _RECENT - 1]]
+        return structure
 
     def check(self, module: nn.Module) -> None:
         """Refuse hooks and parts of the module, as it is now, that can't run in chunks. Its weights may be sharded."""
@@ -92,14 +92,14 @@ def convert(module: nn.Module, chunks: int) -> None:
 
 def _unmerge(module: nn.Module) -> None:
     """Unmerge adapters that are disabled, as their own forward would do: in chunks it would do so for one chunk."""
-    for part in module.modules():
+    for part in inside(module):
         if getattr(part, "merged", None) is True and getattr(part, "disable_adapters", None) is True:
             part.unmerge()  # type: ignore[operator]
 
 
 def _merged_in(module: nn.Module) -> list[list[str]]:
     """Return the names of merged adapters, by part."""
-    return [[*merged] for part in module.modules() if (merged := vars(part).get("merged_adapters"))]
+    return [[*merged] for part in inside(module) if (merged := vars(part).get("merged_adapters"))]
 
 
 def _shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -114,7 +114,7 @@ class Structure:
         self.chunks, self._cut, self._compared = chunks, cut, False
         self._refusal, self._output = refusal_of(module, chunks), output_of(module)
         live = weights_of(module)
-        self._shapes, self._snapshot = _shapes_of(live), Snapshot(module.modules())
+        self._shapes, self._snapshot = _shapes_of(live), Snapshot(inside(module))
         query = config.num_attention_heads
         self._whole = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
         parts: Iterator[Any] = (x for x in live.values() if tensor_parts.along_axis(x))
@@ -177,7 +177,7 @@ class Structure:
             return nn.Parameter(torch.empty(own.shape, dtype=own.dtype, device="meta"), requires_grad=False)
 
         twin: Any = replica(module, nothing)
-        for part in twin.modules():
+        for part in inside(twin):
             if part is twin or tensor_parts.forward_is_ours(part):
                 vars(part).pop("forward", None)  # it would use the module's own weights
         twin.__class__ = stock_class(module)

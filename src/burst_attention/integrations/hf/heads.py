@@ -19,7 +19,8 @@ from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.loss import Head, LogitForm
 
 from . import tensor_axis
-from .parts import hooks_of
+from .reading import Reading
+from .reading.attached import hooks_of
 from .snapshots import Snapshot
 from .stub_forward import Output, StandIn, body_name, body_of, twin_of
 from .tensor_parts import forward_is_ours
@@ -58,10 +59,10 @@ def next_token_loss(
     Raises:
         TypeError, ValueError: as :func:`burst_attention.loss.next_token_loss` and :func:`find_head`, on every rank.
     """
-    one = Plans.of(plan).one
-    with one.agreement.entering("next_token_loss"):
+    base = Plans.of(plan).one
+    with base.agreement.entering("next_token_loss"):
         head = find_head(model)
-    return loss.next_token_loss(hidden, head.weight, shift_labels, one, **head.options, **options)
+    return loss.next_token_loss(hidden, head.weight, shift_labels, base, **head.options, **options)
 
 
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
@@ -141,12 +142,15 @@ def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
         raise ValueError(f"{type(model).__name__} changes the logits of its {name}; {_NO_LOSS}")
 
 
-def is_nested(model: Any) -> bool:
+def is_nested(reading: Reading) -> bool:
     """Return whether the model's head is the last of several layers, as in BERT."""
-    head = model.get_output_embeddings()
+    model, head = reading.model, reading.model.get_output_embeddings()
     children = dict(model.named_children())
-    inside = [name for name, child in children.items() if child is not head and head in [*child.modules()]]
-    return head is not None and head not in children.values() and bool(inside) and body_name(model) not in inside
+    if head is None or head in children.values():
+        return False
+    parts = {name: reading.by_id[id(child)].inside for name, child in children.items()}
+    holders = [name for name, inside in parts.items() if any(part.module is head for part in inside)]
+    return bool(holders) and body_name(model) not in holders
 
 
 def check_untouched(model: nn.Module) -> None:
@@ -165,8 +169,8 @@ def check_untouched(model: nn.Module) -> None:
 def _linear_of(model: Any) -> tuple[Any, str, Any]:
     """Return the module with the head among its children (the model, or one inside), the head's name, and the head."""
     head: Any = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    inner = [each for each in model.children() if isinstance(each, PreTrainedModel)] if head is not None else []
-    owner = next((each for each in inner if each.get_output_embeddings() is head), model)
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)] if head is not None else []
+    owner = next((child for child in inner if child.get_output_embeddings() is head), model)
     kind, children = type(owner).__name__, owner.named_children() if head is not None else ()
     name = next((name for name, child in children if child is head), None)
     if name is None or not body_name(owner):
@@ -225,8 +229,8 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     seen: list[Tensor] = []
 
-    def multiply(given: Tensor) -> Tensor:
-        seen.append(given.detach().cpu().double())
+    def multiply(features: Tensor) -> Tensor:
+        seen.append(features.detach().cpu().double())
         return product.clone()
 
     body = body_name(model)
@@ -240,10 +244,10 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> tuple[Tenso
         raise ValueError(
             f"{kind}.forward fails on stand-ins of its {body} and {name} ({type(error).__name__}: {error}); {_NO_LOSS}"
         ) from error
-    found = seen[-1] if seen and seen[-1].shape == hidden.shape else torch.full_like(hidden, torch.nan)
-    scale = (found[0, 0, 0] / hidden[0, 0, 0]).item()
+    received = seen[-1] if seen and seen[-1].shape == hidden.shape else torch.full_like(hidden, torch.nan)
+    scale = (received[0, 0, 0] / hidden[0, 0, 0]).item()
     # A factor of the input is one of the product, if the head has no bias (MiniCPM3).
-    if not torch.equal(found, hidden * scale) or (scale != 1 and head.bias is not None):
+    if not torch.equal(received, hidden * scale) or (scale != 1 and head.bias is not None):
         raise ChangedError(f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; {_NO_LOSS}")
     return logits, scale
 

@@ -19,10 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
-from . import head_chunks, known
+from . import head_chunks
 from .classes import become, revert
 from .head_chunks import ByHeads
-from .snapshots import Snapshot
+from .reading import Kind, Part, Reading, known, read
+from .snapshots import Snapshot, inside
 from .token_chunks import InTokenChunks
 
 Recompute = Literal["none", "keep-attention", "layer"]
@@ -79,32 +80,34 @@ class Memory:
         Raises:
             ValueError: a layer's parts are not among those that the options know, or ``offload`` can't be used.
         """
-        layers = _layers(body)
+        layers = _layers_of(read(body))
         if self != Memory() and not layers:
             raise ValueError(f"memory={self!r} needs decoder layers of transformers; {type(body).__name__} has none")
         copies = None if self.offload is None else offloading(self.offload)
         context = keep_attention if self.recompute == "keep-attention" else noop_context_fn
         if self.mlp_chunks > 1:
-            inside = [module for layer in layers for module in (*_feed_forward(layer), *_norms(layer))]
-            for module in (*_norms(body), *inside):
+            modules = [module for layer in layers for module in (*_feed_forward(layer.module), *_norms(layer.module))]
+            for module in (*_norms(body), *modules):
                 become(module, InTokenChunks, token_chunks=self.mlp_chunks)
         for layer in layers:
             if self.attention_chunks > 1:
-                for module in filter(_has_heads, [*layer.modules()]):
-                    head_chunks.convert(module, self.attention_chunks)
+                for part in layer.inside:  # a recurrent layer may be called an attention, too
+                    if known.is_called(part.module, "Attention") and part.kind is not Kind.MIXER:
+                        head_chunks.convert(part.module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
-                recomputing: Any = _Recomputing(layer, context, copies, self.recompute)
-                layer._gradient_checkpointing_func = recomputing
-                layer.gradient_checkpointing = True
+                recomputed: Any = layer.module
+                recomputed._gradient_checkpointing_func = _Recomputing(recomputed, context, copies, self.recompute)
+                recomputed.gradient_checkpointing = True
 
-    def check(self, body: nn.Module) -> None:
+    def check(self, body: Reading) -> None:
         """Raise ValueError if a layer has changed so that the options no longer fit."""
-        for module in body.modules() if self.attention_chunks > 1 else ():
-            if isinstance(module, ByHeads):
-                module.structures.check(module)
+        for part in body if self.attention_chunks > 1 else ():
+            if isinstance(part.module, ByHeads):
+                part.module.structures.check(part.module)
         if self.recompute == "none":
             return
-        for layer in _layers(body):
+        layers: list[Any] = [part.module for part in _layers_of(body)]
+        for layer in layers:
             if not (layer.gradient_checkpointing and _is_ours(layer)):
                 raise ValueError(
                     f"gradient checkpointing of {type(layer).__name__} changed after hf.parallelize(memory=...) set "
@@ -115,25 +118,20 @@ class Memory:
 
 def unsave(body: nn.Module) -> None:
     """Undo :meth:`Memory.apply`."""
-    for layer in _layers(body):
-        if _is_ours(layer):
-            del layer._gradient_checkpointing_func
-            layer.gradient_checkpointing = False
+    layers: list[Any] = [part.module for part in _layers_of(read(body))]
+    for layer in filter(_is_ours, layers):
+        del layer._gradient_checkpointing_func
+        layer.gradient_checkpointing = False
     revert(body, ByHeads)
     revert(body, InTokenChunks)
 
 
-def _layers(body: nn.Module) -> list[GradientCheckpointingLayer]:
-    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+def _layers_of(body: Reading) -> list[Part]:
+    return [part for part in body if isinstance(part.module, GradientCheckpointingLayer)]
 
 
 def _is_ours(layer: nn.Module) -> bool:
     return isinstance(vars(layer).get("_gradient_checkpointing_func"), _Recomputing)
-
-
-def _has_heads(module: nn.Module) -> bool:
-    """Return whether a module is an attention; a recurrent layer may be called so too."""
-    return known.is_called(module, "Attention") and known.mechanism(module) is None
 
 
 def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
@@ -141,7 +139,7 @@ def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
     for name in ("mlp", "feed_forward", "block_sparse_moe"):
         if name in layer._modules:
             module = layer.get_submodule(name)
-            experts = [module.get_submodule(each) for each in _EXPERTS if each in module._modules]
+            experts = [module.get_submodule(part) for part in _EXPERTS if part in module._modules]
             return experts or [module]
     raise ValueError(
         f"memory=Memory(mlp_chunks=...) does not know the feed-forward part of {type(layer).__name__}, whose parts are "
@@ -168,19 +166,19 @@ class _Recomputing:
         copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         after: list[Snapshot] = []  # the layer after its forward
 
-        def checked(*given: Any) -> Any:
+        def checked(*arguments: Any) -> Any:
             for snapshot in after:
                 snapshot.check_since_forward(self.layer, f"recompute={self.option!r}")
-            return run(*given)
+            return run(*arguments)
 
         # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
         with nullcontext() if self.copies is None else self.copies.hooks(*copied):
-            # parts.check_random refuses random numbers, so the generator state need not be saved.
+            # attached.check_random refuses random numbers, so the generator state need not be saved.
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             out = checkpoint(checked, *inputs, **options, context_fn=self.context)
         if not torch.compiler.is_compiling():  # what is compiled does not look at the layer again
             if self.recent is None or not self.recent.unchanged():
-                self.recent = Snapshot(self.layer.modules())
+                self.recent = Snapshot(inside(self.layer))
             after.append(self.recent)
         return out
 

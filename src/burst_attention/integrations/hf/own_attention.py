@@ -21,7 +21,7 @@ from burst_attention.attention.batch import Plans
 
 from .checks import ALONE, UNSTATED, MaskRequest, plans_of
 from .classes import Converted
-from .known import states_causal
+from .reading.known import states_causal
 
 _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in every dtype
 

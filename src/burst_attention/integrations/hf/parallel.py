@@ -37,9 +37,6 @@ from . import (
     checks,
     converted,
     heads,
-    known,
-    models,
-    parts,
     stub_forward,
     tensor_axis,
     untouched,
@@ -51,6 +48,7 @@ from .classes import Converted, revert
 from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around
+from .reading import attached, known, models, read, structure
 from .state import Context, Gradients, form_of
 from .versions import warn_of_newer
 
@@ -171,18 +169,19 @@ def _check_plan(plan: Plan, given: dict[str, Any]) -> None:
 
 def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
-    body, causal = vision.text_of(base), left is not None or models.check_causal(base)
+    reading = read(base)
+    body, causal = reading.text, left is not None or models.check_causal(reading)
     if plan.mask.causal != causal:  # keeps the layout
         plan = plan.with_mask(Mask(causal=causal))
-    own = body.config._attn_implementation
+    own = body.model.config._attn_implementation
     if left is None:
-        _switch(base, parts.NAME)
+        _switch(base, known.NAME)
     reaches = [] if left else models.windows_of(base, causal=causal)
     base._burst = Context(
         PlanCache(plan, reaches, causal=causal),
-        alone="sdpa" if own == parts.NAME else own,
-        layers=parts.attention_configs(body),
-        absolute=models.depends_on_places(base),
+        alone="sdpa" if own == known.NAME else own,
+        layers=structure.attention_configs(body),
+        absolute=models.depends_on_places(reading),
         left=left,
         **state,
     )
@@ -267,13 +266,14 @@ def _check(
             f"model has the forward {getattr(own, '__qualname__', own)} in place of its class's forward, and it would "
             "be lost; parallelize the model before you replace its forward"
         )
-    tensor_axis.check_cut(base)
-    checks.check_experts(checks.experts_of(base))
+    reading = read(base)
+    tensor_axis.check_cut(reading)
+    checks.check_experts(checks.experts_of(reading))
     if plan.world > 1:
-        models.check_parts(base, vision.text_of(base), plan.layout)
-        parts.check_hooks(base, root=False)
+        models.check_parts(reading, reading.text, plan.layout)
+        attached.check_hooks(reading, root=False)
     left = untouched.reason_of(base) if plan.world == 1 else None
-    form = form_of(base) if left is None else untouched.form_of(base)
+    form = form_of(reading) if left is None else untouched.form_of(base)
     tuner = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if tuner in known.TUNERS:
         raise ValueError(f"model is tuned by PEFT's {known.TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
@@ -368,7 +368,7 @@ def _alone(model: Any) -> Any:
         with running():
             yield
     finally:
-        _switch(model, parts.NAME)
+        _switch(model, known.NAME)
         model._burst.generating = False
 
 
@@ -376,5 +376,5 @@ def _switch(model: Any, implementation: str) -> None:
     """Switch all layers to an attention, including layers with a copy of the model's configuration."""
     text = vision.text_of(model)
     (model if vision.language_model_of(model) is None else text).set_attn_implementation(implementation)
-    for config in parts.attention_configs(text):
+    for config in structure.attention_configs(read(text)):
         config._attn_implementation = implementation

@@ -24,8 +24,9 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import digest_text, weight_samples
 
-from .known import names
-from .parts import HOOKS, added_by_package, origin_of
+from .reading import Reading
+from .reading.attached import HOOKS, added_by_package, origin_of
+from .reading.known import names
 
 _SKIPPED: Any = object()  # in place of a value that is no setting: a module, a tensor, any other object
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -52,8 +53,8 @@ Named = Mapping[str, Any]
 class Settings:
     """A model's settings. To compare them with those before takes 0.3 ms for 400 modules; a digest is made again."""
 
-    def __init__(self, model: nn.Module) -> None:
-        parts = [*model.named_modules()]
+    def __init__(self, reading: Reading) -> None:
+        parts = [(part.name, part.module) for part in reading]
         self._places = [*_places(parts)]
         self._weights = [(name, vars(part)["_parameters"]) for name, part in parts]
         self._fixed: dict[str, Any] = {f"the class of {_shown(name)}": _called(type(part)) for name, part in parts}
@@ -64,77 +65,53 @@ class Settings:
             if vars(part)[kind]
         }
         self._buffers = [(name, vars(part)["_buffers"]) for name, part in parts]
-        self._found: tuple[list[Any], str] = ([], "")
-        self._trained: tuple[list[Any], str] = ([], "")
-        self._dtypes: tuple[list[Any], str] = ([], "")
-        self._sampled: tuple[list[Any], str] = ([], "")
+        self._sampled: list[torch.Tensor] = []  # held, so that their ids stay theirs
+        # What changes with each kind of settings, and these settings by name.
+        self._kinds: dict[str, tuple[Callable[[], list[Any]], Callable[[], Named]]] = {
+            _PARTS: (lambda: [_frozen(own.get(key)) for _, own, key, _ in self._places], self._named_parts),
+            _TRAINED: (lambda: self._of_weights("requires_grad"), self._named_trained),
+            _DTYPES: (lambda: self._of_weights("dtype"), self._named_dtypes),
+            _BUFFERS: (self._versions, lambda: weight_samples(_named(self._buffers))),
+        }
+        self._digests: dict[str, tuple[list[Any], str]] = dict.fromkeys(self._kinds, ([], ""))
 
     def fields(self) -> dict[str, Any]:
         """Return what ranks compare: digests, by what they are of."""
-        return {_PARTS: self.digest(), _TRAINED: self.trained(), _DTYPES: self.dtypes(), _BUFFERS: self.buffers()}
+        for kind, (state, named) in self._kinds.items():
+            now = state()
+            if now != self._digests[kind][0]:
+                self._digests[kind] = now, digest_text(named())
+        return {kind: digest for kind, (_, digest) in self._digests.items()}
 
     def details(self) -> dict[str, Callable[[], Named]]:
         """Return functions that return the values of :meth:`fields` by name, for an error."""
-        return {
-            _PARTS: self.named,
-            _TRAINED: self.named_trained,
-            _DTYPES: self.named_dtypes,
-            _BUFFERS: self.named_buffers,
-        }
+        return {kind: named for kind, (_, named) in self._kinds.items()}
 
-    def digest(self) -> str:
-        """Return a digest of attributes, configurations, classes and hooks."""
-        found = [_frozen(own.get(key)) for _, own, key, _ in self._places]
-        if found != self._found[0]:
-            self._found = found, digest_text(self.named())
-        return self._found[1]
-
-    def named(self) -> Named:
-        """Return what :meth:`digest` is of."""
-        found = {name: (described(own.get(key)), usual) for name, own, key, usual in self._places}
-        changed = {name: value for name, (value, usual) in found.items() if value is not _SKIPPED and value != usual}
+    def _named_parts(self) -> Named:
+        """Return attributes, configurations, classes and hooks."""
+        values = {name: (described(own.get(key)), usual) for name, own, key, usual in self._places}
+        changed = {name: value for name, (value, usual) in values.items() if value is not _SKIPPED and value != usual}
         return changed | self._fixed
 
-    def trained(self) -> str:
-        """Return a digest of which weights need a gradient."""
-        flags = [x is not None and x.requires_grad for _, each in self._weights for x in each.values()]
-        if flags != self._trained[0]:
-            self._trained = flags, digest_text(self.named_trained())
-        return self._trained[1]
+    def _of_weights(self, attribute: str) -> list[Any]:
+        return [getattr(x, attribute, None) for _, own in self._weights for x in own.values()]
 
-    def named_trained(self) -> Named:
-        """Return which weights need a gradient, by name."""
-        return {name: x.requires_grad for name, x in self._named_weights()}
+    def _named_trained(self) -> Named:
+        return {name: x.requires_grad for name, x in _named(self._weights)}
 
-    def dtypes(self) -> str:
-        """Return a digest of the weights' dtypes and shapes; of a weight that is cut, its whole shape."""
-        dtypes = [None if x is None else x.dtype for _, each in self._weights for x in each.values()]
-        if dtypes != self._dtypes[0]:
-            self._dtypes = dtypes, digest_text(self.named_dtypes())
-        return self._dtypes[1]
+    def _named_dtypes(self) -> Named:
+        """Return dtypes and shapes; of a weight that is cut, its whole shape."""
+        return {name: f"{x.dtype} {list(x.shape)}" for name, x in _named(self._weights)}
 
-    def named_dtypes(self) -> Named:
-        """Return the weights' dtypes and shapes, by name."""
-        return {name: f"{x.dtype} {list(x.shape)}" for name, x in self._named_weights()}
+    def _versions(self) -> list[Any]:
+        """Return which buffers there are, and how often each was written."""
+        self._sampled = [x for _, own in self._buffers for x in own.values() if x is not None]
+        return [(id(x), None if x.is_inference() else x._version) for x in self._sampled]
 
-    def buffers(self) -> str:
-        """Return a digest of a few values of each buffer, such as the frequencies of rotary positions."""
-        held = [x for _, own in self._buffers for x in own.values() if x is not None]
-        state = [(x, None if x.is_inference() else x._version) for x in held]
-        if [(id(x), version) for x, version in state] != [(id(x), version) for x, version in self._sampled[0]]:
-            self._sampled = state, digest_text(self.named_buffers())
-        return self._sampled[1]
 
-    def named_buffers(self) -> Named:
-        """Return what :meth:`buffers` is of, by name."""
-        return weight_samples(self._named(self._buffers))
-
-    def _named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._named(self._weights)
-
-    def _named(self, owners: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
-        for part, own in owners:
-            yield from ((f"{part}.{name}" if part else name, x) for name, x in own.items() if x is not None)
+def _named(owners: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    for part, own in owners:
+        yield from ((f"{part}.{name}" if part else name, x) for name, x in own.items() if x is not None)
 
 
 def weights_of(model: Any, *, of: DeviceMesh | None = None) -> dict[str, str]:
@@ -166,8 +143,8 @@ def _places(parts: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[str,
 def _names_read(kind: Any) -> frozenset[str]:
     """Return the names of attributes that the code of a module's class reads, and that of all models aside."""
     bases = [base for base in kind.__mro__ if base not in (*PreTrainedModel.__mro__, *GenerationMixin.__mro__)]
-    found = (value for base in bases for name, value in vars(base).items() if name not in _NOT_RUN)
-    return frozenset[str]().union(*map(_names_in, found))
+    members = (value for base in bases for name, value in vars(base).items() if name not in _NOT_RUN)
+    return frozenset[str]().union(*map(_names_in, members))
 
 
 def _names_in(member: Any) -> frozenset[str]:

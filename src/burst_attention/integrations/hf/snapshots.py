@@ -8,15 +8,55 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from .reading import Reading
+from .reading.attached import HOOKS, is_positive
+from .reading.known import names
+from .reading.token_code import is_rate
+
 _COPIED = (dict, OrderedDict, list, set)  # others are shared, so that a change in place reaches a replica
 _SHARED = ("_parameters",)  # those who use weights compare them
 _MISSING = object()
+# Attributes that change what runs, and which of our forwards it needs.
+_SET = names("forward gradient_checkpointing _gradient_checkpointing_func attn_temperature_tuning use_rope rope_type")
+
+
+class Watched:
+    """What the checks of a model depend on. Comparing takes 0.3 ms for 400 modules; the checks take 14 ms."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._parts = [part.module for part in reading]
+        self._configs = [vars(part).get("config") for part in self._parts]  # held, so that their ids stay theirs
+        self._rates = [(vars(part), name) for part in self._parts for name in vars(part) if is_rate(name)]
+        self._before = self._state()
+
+    def unchanged(self) -> bool:
+        """Return whether no part, hook, mode or rate has changed since this object was made."""
+        return self._before == self._state()
+
+    def _state(self) -> list[Any]:
+        attributes = [vars(part) for part in self._parts]
+        return [
+            [*map(type, self._parts)],
+            [own.get("training") for own in attributes],
+            [*map(len, attributes)],
+            [id(own.get("config")) for own in attributes],
+            [*chain.from_iterable(own["_modules"].values() for own in attributes)],
+            [tuple(own[name]) for name in HOOKS for own in attributes if own[name]],
+            [own.get(name) for name in _SET for own in attributes if name in own],
+            [is_positive(own.get(name)) for own, name in self._rates],
+        ]
+
+
+def inside(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules inside of it."""
+    return [*module.modules()]
 
 
 class Snapshot:
@@ -58,7 +98,7 @@ def replica(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
     It has a copy of what :class:`Snapshot` compares, and shares everything else with the module. ``weight`` returns
     what takes the place of a weight.
     """
-    parts = [*module.modules()]
+    parts = inside(module)
     twins: dict[int, Any] = {id(part): object.__new__(type(part)) for part in parts}
 
     def twin(value: Any) -> Any:
@@ -97,7 +137,7 @@ def _copied(value: Any) -> Any:
     if type(value) not in _COPIED:
         return value
     if isinstance(value, dict):
-        return type(value)((key, _copied(each)) for key, each in value.items())
+        return type(value)((key, _copied(x)) for key, x in value.items())
     return type(value)(map(_copied, value))
 
 

@@ -10,11 +10,12 @@ from burst_attention.attention.batch import PlanCache
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 
-from . import arguments, cached, checks, converted, heads, models, parts, stub_forward, tensor_axis, vision
+from . import arguments, cached, checks, converted, heads, stub_forward, tensor_axis
 from .memory import Memory
 from .outputs import scaled
+from .reading import Reading, attached, models, read, structure
 from .settings import Settings
-from .snapshots import Snapshot
+from .snapshots import Snapshot, Watched
 
 Gradients = Literal["mean", "sum"]
 
@@ -35,7 +36,7 @@ class Context:
     left: str | None  # why the model, on one rank, stays as it is; None: it runs on shards
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
-    right: parts.Watched | None = field(default=None, init=False)  # the parts as of the last check
+    right: Watched | None = field(default=None, init=False)  # the parts as of the last check
     read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
     settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
     copies: int = field(default=0, init=False)  # of this model
@@ -53,45 +54,47 @@ class Context:
 
     def check_parts(self, model: Any) -> None:
         """Check what was attached or changed since the last call, and derive again what follows from it."""
-        self._derive(model)
-        if self.right is None or not self.right.unchanged():
-            self._check_changed(model)
+        stale, changed = not _holds(self.read), not _holds(self.right)
+        if stale or changed:
+            reading = read(model)
+            if stale:
+                self._derive(reading)
+            if changed:
+                self._check(reading)
         checks.check_experts(self.experts)  # at last: weights may be converted at any time
 
-    def _check_changed(self, model: Any) -> None:
-        body, over_ranks, cut = vision.text_of(model), self.plans.base.world > 1, self.meeting.inner is not None
+    def _check(self, reading: Reading) -> None:
+        body, over_ranks, cut = reading.text, self.plans.base.world > 1, self.meeting.inner is not None
         converted.convert(body)
         self.memory.check(body)
         if over_ranks or cut:
-            parts.check_random(model, body)
-            parts.check_hooks(body)
+            attached.check_random(reading, body)
+            attached.check_hooks(body)
         elif self.memory != Memory():
-            parts.check_random(body)
+            attached.check_random(body)
         if over_ranks:
-            parts.check_structure(body)
-            parts.check_rotary(body)
+            structure.check_structure(body)
+            structure.check_rotary(body)
             if self.gradients == "sum":
-                parts.check_added_losses(body)
-            self.layers = parts.attention_configs(body)
+                structure.check_added_losses(body)
+            self.layers = structure.attention_configs(body)
         if cut:
             tensor_axis.check_attached(body)
-        parts.check_attention_is_ours(body)
+        structure.check_attention_is_ours(body)
         if self.form is not None:
-            heads.check_untouched(model)
+            heads.check_untouched(reading.model)
         self.tables, self.experts = arguments.tables_of(body), checks.experts_of(body)
-        self.right, self.settings = parts.Watched(model), None if self.meeting.alone else Settings(model)
+        self.right, self.settings = Watched(reading), None if self.meeting.alone else Settings(reading)
 
-    def _derive(self, model: Any) -> None:
-        """Derive what follows from the configurations and attributes of the model, unless they are as before."""
-        if self.read is not None and self.read.unchanged():
-            return
-        causal = models.check_causal(model)
+    def _derive(self, reading: Reading) -> None:
+        """Derive what follows from the configurations and attributes of the model."""
+        model, causal = reading.model, models.check_causal(reading)
         if causal != self.plans.causal:
             raise ValueError(
                 f"the attention of {type(model).__name__} was causal={self.plans.causal} in hf.parallelize, and is "
                 f"causal={causal} now; undo the change, or call hf.unparallelize(model) and hf.parallelize(model) again"
             )
-        self.form, self.absolute = form_of(model), models.depends_on_places(model)
+        self.form, self.absolute = form_of(reading), models.depends_on_places(reading)
         self.plans = self.plans.with_windows(models.windows_of(model, causal=causal))
         self.read = heads.read_by(model)
 
@@ -102,12 +105,16 @@ class Context:
         return scaled(whole, float(self.plans.base.world))
 
 
-def form_of(model: Any) -> LogitForm | None:
+def _holds(before: Snapshot | Watched | None) -> bool:
+    return before is not None and before.unchanged()
+
+
+def form_of(reading: Reading) -> LogitForm | None:
     """Return the form of the logits; None where the head gets whole sequences: classifiers, encoders, nested heads."""
-    causal = models.check_causal(model)  # raises if layers differ
+    model, causal = reading.model, models.check_causal(reading)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if stub_forward.is_stock(model) and (heads.is_nested(model) or not causal):
+    if stub_forward.is_stock(model) and (heads.is_nested(reading) or not causal):
         return None
     if stub_forward.has_stock_forward(model):
         try:

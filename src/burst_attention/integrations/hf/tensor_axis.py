@@ -21,7 +21,8 @@ from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from .parts import hooks_of, origin_of
+from .reading import Reading, read
+from .reading.attached import hooks_of, origin_of
 from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 from .versions import TESTED
 
@@ -171,14 +172,14 @@ def ranks_of(model: Any) -> int:
     return 1 if cut is None else cut.experts.size()
 
 
-def check_cut(model: nn.Module) -> None:
+def check_cut(reading: Reading) -> None:
     """Refuse a model that was cut, but not by :func:`tensor_parallel`."""
-    if cut_of(model) is not None:
+    if cut_of(reading.model) is not None:
         return
-    for name, module in model.named_modules():
-        if forward_is_ours(module) or any(along_axis(x) for x in module.parameters(recurse=False)):
+    for part in reading:
+        if forward_is_ours(part.module) or any(along_axis(x) for x in part.module.parameters(recurse=False)):
             raise ValueError(
-                f"{name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
+                f"{part.name or 'the model'} was cut over a tensor-parallel axis when the model was loaded, or by "
                 'parallelize_module; load the model whole, and call hf.tensor_parallel(model, mesh["tp"]) first'
             )
 
@@ -186,14 +187,14 @@ def check_cut(model: nn.Module) -> None:
 @torch.no_grad()
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """Return the model's state on the CPU, with whole weights, gathered one by one; nothing if not ``keep``."""
-    found: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}  # tied weights stay tied
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied weights stay tied
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) not in known:
+        if id(x) not in gathered:
             whole = _gathered(name, x) if isinstance(x, DTensor) else x
-            known[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
-        found[name] = known[id(x)]
-    return found if keep else {}
+            gathered[id(x)] = whole.detach().cpu() if keep else torch.empty(0)
+        state[name] = gathered[id(x)]
+    return state if keep else {}
 
 
 def _gathered(name: str, x: DTensor) -> Tensor:
@@ -201,19 +202,19 @@ def _gathered(name: str, x: DTensor) -> Tensor:
         return x.full_tensor()
 
 
-def check_attached(model: nn.Module) -> None:
+def check_attached(reading: Reading) -> None:
     """Refuse adapters and hooks that would see parts of hidden states."""
-    for name, module in model.named_modules():
-        hooks = hooks_of(module) if forward_is_ours(module) else ()
+    for part in reading:
+        hooks = hooks_of(part.module) if forward_is_ours(part.module) else ()
         if any(not origin_of(hook).startswith(("torch.distributed", "transformers.")) for hook in hooks):
             raise ValueError(
-                f"{name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
+                f"{part.name} has a hook, which would get only this rank's part of its heads or columns; remove it, or "
                 "leave out hf.tensor_parallel"
             )
-        if type(module).__module__.startswith("peft."):
+        if type(part.module).__module__.startswith("peft."):
             raise ValueError(
-                f"{name} is an adapter ({type(module).__name__}), which does not work on weights cut by tensor "
-                "parallelism; train all weights, or leave out hf.tensor_parallel"
+                f"{part.name} is an adapter ({type(part.module).__name__}), which does not work on weights cut by "
+                "tensor parallelism; train all weights, or leave out hf.tensor_parallel"
             )
 
 
@@ -252,7 +253,7 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
     plan = _PLANS.get(model.config.model_type, model.tp_plan) if ranks > 1 else {}
     plan = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))} | experts
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
-    modules = dict(model.named_modules())
+    modules = read(model).modules
     for name, style in expanded.items():
         count = model.get_parameter(name).shape[0] if style == OF_EXPERTS else 0
         if count % shared:
@@ -296,9 +297,9 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
 
 def _norms_of_heads(attention: Any, name: str) -> dict[str, str]:
     """Return the style of norms with one weight for all heads, which some plans of transformers leave out (GLM-4.5)."""
-    norms = {each: getattr(attention, each, None) for each in ("q_norm", "k_norm")}
-    found = [each for each, norm in norms.items() if _shape_of(norm) == (getattr(attention, "head_dim", None),)]
-    return {f"{name}.{each}": "replicated_with_grad_allreduce" for each in found}
+    norms = {x: getattr(attention, x, None) for x in ("q_norm", "k_norm")}
+    of_heads = [x for x, norm in norms.items() if _shape_of(norm) == (getattr(attention, "head_dim", None),)]
+    return {f"{name}.{x}": "replicated_with_grad_allreduce" for x in of_heads}
 
 
 def _shape_of(module: Any) -> tuple[int, ...]:
@@ -370,9 +371,9 @@ def _axes_of(x: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     of = x if x.grad is None else x.grad
     if not isinstance(of, DTensor):
         return None, ()
-    if any(each.is_partial() for each in of.placements):
+    if any(placement.is_partial() for placement in of.placements):
         raise TypeError(f"a gradient has the placements {of.placements}, a partial sum; redistribute it first")
-    return of.device_mesh, tuple(n for n, each in enumerate(of.placements) if not isinstance(each, Replicate))
+    return of.device_mesh, tuple(n for n, placement in enumerate(of.placements) if not isinstance(placement, Replicate))
 
 
 def _local_of(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from burst_attention.loss.head import SummedGradient
 
 from .checks import ALONE, plans_of
 from .dealt import Step
+from .reading import read
 from .tensor_parts import (
     OF_EXPERTS,
     Cut,
@@ -149,7 +150,7 @@ def known(style: str) -> bool:
 
 def apply(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
     """Cut the weights and replace the forwards, as transformers does when it loads a model."""
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    modules, parameters = read(model).modules, dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, style_name in plan.items():
         style = _STYLES.get(style_name) or _named(ALL_PARALLEL_STYLES[style_name])

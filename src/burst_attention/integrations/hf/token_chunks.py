@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
-from .snapshots import Snapshot
+from .snapshots import Snapshot, inside
 
 _DEVICES = ("cpu", "cuda")
 
@@ -86,7 +86,7 @@ class _RunInChunks(torch.autograd.Function):
         ctx.save_for_backward(*(inputs if call.node is None else ()))
         out = call.forward(inputs)
         if not torch.compiler.is_compiling():
-            call.after = Snapshot(call.module.modules())
+            call.after = Snapshot(inside(call.module))
         return out
 
     @staticmethod
@@ -105,10 +105,10 @@ class _RunInChunks(torch.autograd.Function):
             with torch.enable_grad():
                 out = call.run(leaves)
             sources = [x for x, want in zip([*leaves, *weights], wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(out, sources, dout, allow_unused=True))
+            results = iter(torch.autograd.grad(out, sources, dout, allow_unused=True))
             del out, leaves
             for n, want in enumerate(wanted):
-                part = next(found) if want else None
+                part = next(results) if want else None
                 if part is not None and n >= call.count:
                     sums[n - call.count] = added(sums[n - call.count], part)
                 elif part is not None and (target := joined[n]) is not None:

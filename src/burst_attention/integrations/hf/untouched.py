@@ -11,25 +11,26 @@ from typing import Any
 
 from burst_attention.loss import LogitForm
 
-from . import models, parts, stub_forward, vision
+from . import stub_forward
 from .batch import PACKING
 from .dealt import DealtCache
 from .memory import Memory
-from .parts import ALONE
+from .reading import models, read, structure
+from .reading.configs import check_layers
+from .reading.known import ALONE
 
 _OURS = ("logits", "fused_lm_head", *PACKING)  # arguments that only our forward takes
 
 
 def reason_of(model: Any) -> str | None:
     """Return why a model can't run on shards, or None if it can."""
-    body = vision.text_of(model)
+    reading = read(model)
     try:
-        text = model.config.get_text_config(decoder=True)
-        models.check_layers(text)
-        parts.check_structure(body)
-        parts.check_exchanges(body)
-        parts.check_attention_is_ours(body)
-        models.check_causal(model)
+        check_layers(model.config.get_text_config(decoder=True))
+        structure.check_structure(reading.text)
+        structure.check_exchanges(reading.text)
+        structure.check_attention_is_ours(reading.text)
+        models.check_causal(reading)
     except ValueError as error:
         return str(error).removesuffix(f"; {ALONE}")
     return None

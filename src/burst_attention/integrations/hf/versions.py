@@ -12,12 +12,12 @@ TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24")}  # by pac
 
 def warn_of_newer() -> None:
     """Warn of each package that is newer than its last tested release; Python shows such a line once a process."""
-    for name, found in {"torch": torch.__version__, "transformers": transformers.__version__}.items():
+    for name, installed in {"torch": torch.__version__, "transformers": transformers.__version__}.items():
         last = TESTED[name][1]
-        if _release(found) > _release(last):
+        if _release(installed) > _release(last):
             warnings.warn(
-                f"{name} {found} is newer than {last}, the last release that burst-attention was tested with; if it "
-                "fails, run pip install -c constraints.txt -e '.[hf]' in the checkout",
+                f"{name} {installed} is newer than {last}, the last release that burst-attention was tested with; if "
+                "it fails, run pip install -c constraints.txt -e '.[hf]' in the checkout",
                 stacklevel=1,  # so that calls from several places show it once
             )
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import PADDING, Chunked, Plans, Reach, digest_of
 from burst_attention.attention.plan import Plan
@@ -24,13 +22,14 @@ from burst_attention.attention.plan import Plan
 from .batch import BatchRows
 from .checks import MaskRequest, running, shown
 from .classes import become, stock_class
-from .known import CACHES
 from .outputs import Call
-from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
+from .reading.known import CACHES
+from .reading.parts import around_language, language_model_of
+from .reading.parts import text_of as text_of
+from .stub_forward import Output, StandIn, tensors_of, twin_of
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward
 _CALL = "_burst_call"
-_INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
 _UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
 # Arguments of a model's body that are not the vision tower's.
 _OF_TEXT = {"self", "labels", "attention_mask", "position_ids", "inputs_embeds", *CACHES, *_UNUSED}
@@ -40,38 +39,9 @@ _PER_TOKEN = ("per_layer_inputs", "moe_mm_token_type_ids", "ple_input_ids")  # [
 _ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
 
 
-def language_model_of(model: Any) -> Any:
-    """Return the language model inside a vision-language model, without its head; None for other models."""
-    around, name = _around(model)
-    inner = getattr(around, name, None)
-    return body_of(inner) if inner is not None and inner.get_output_embeddings() is not None else inner
-
-
-def _around(model: Any) -> tuple[Any, str]:
-    """Return the module that calls the language model, and the language model's name in it; (None, "") otherwise."""
-    embeddings = _embeddings_of(model) if isinstance(model, PreTrainedModel) else None
-    for around in (model, body_of(model)) if embeddings is not None else ():
-        for name in _INNER:
-            inner = getattr(around, name, None)
-            if isinstance(inner, PreTrainedModel) and _embeddings_of(inner) is embeddings:
-                return around, name
-    return None, ""
-
-
-def _embeddings_of(model: Any) -> Any:
-    with suppress(NotImplementedError):
-        return model.get_input_embeddings()
-
-
-def text_of(model: Any) -> Any:
-    """Return the part that runs on shards: the language model, or the body of a model without vision."""
-    inner = language_model_of(model)
-    return body_of(model) if inner is None else inner
-
-
 def whole_arguments(model: Any) -> frozenset[str]:
     """Return the names of arguments that stay whole: those of the vision tower, and of what merges its results."""
-    around, _ = _around(model)
+    around, _ = around_language(model)
     if around is None:
         return frozenset()
     named = inspect.signature(stock_class(around).forward).parameters
@@ -87,7 +57,7 @@ def convert(model: Any) -> None:
 
 def joins_rows(model: Any) -> bool:
     """Return whether rows of a batch may need different masks, so that they have to be one row of documents."""
-    around, _ = _around(model)
+    around, _ = around_language(model)
     if around is None:
         return False
     code = inspect.unwrap(stock_class(around).forward).__code__
@@ -115,7 +85,7 @@ def digests(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def run(model: Any, call: Call) -> Any:
     """Run the body of a vision-language model; its language model runs on this rank's shard."""
-    around, name = _around(model)
+    around, name = around_language(model)
     inner, given = language_model_of(model), call.given
     whole = {each: given[each] for each in whole_arguments(model) if each in given}
     batch = {"input_ids": given["input_ids"], "attention_mask": given.get("attention_mask"), "use_cache": False}

@@ -68,30 +68,30 @@ def reason(layer: nn.Module, width: int, dtype: torch.dtype, *, trusted: bool) -
 def _depends(layer: nn.Module, width: int, dtype: torch.dtype, rounds: bool) -> bool:
     """Return whether outputs or gradients of some tokens depend on values of others."""
     tensors = chain(layer.parameters(), layer.buffers())
-    held = next((each for each in tensors if not each.is_meta), torch.empty(0))
+    held = next((x for x in tensors if not x.is_meta), torch.empty(0))
     weight = getattr(layer, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype in _COMPUTED:
         dtype = weight.dtype
     random = torch.Generator().manual_seed(1)
-    given = torch.randn(1, _TOKENS, width, generator=random).to(held.device, dtype)
-    one, zero = (torch.full((_TOKENS, 1), value, device=held.device, dtype=dtype) for value in (1.0, 0.0))
-    large, none = one.clone(), one.clone()
-    large[::2], none[::2] = _FACTOR, zero[::2]
+    tokens_in = torch.randn(1, _TOKENS, width, generator=random).to(held.device, dtype)
+    ones, zeros = (torch.full((_TOKENS, 1), value, device=held.device, dtype=dtype) for value in (1.0, 0.0))
+    large, none = ones.clone(), ones.clone()
+    large[::2], none[::2] = _FACTOR, zeros[::2]
     twin, bound = _twin(layer, held.device), max(_BOUND, 16 * torch.finfo(dtype).eps) if rounds else _BOUND
     # Of every second token the values, then their gradients, are made large, where they add nothing to the weights'. In
     # the second case that holds for products alone: what has a bias makes something of zeros.
-    for before, after, all_of_it in (((one, none), (large, none), True), ((none, one), (none, large), not rounds)):
-        (tokens, weights), (others, moved) = (_results(twin, given, *each) for each in (before, after))
+    for before, after, all_of_it in (((ones, none), (large, none), True), ((none, ones), (none, large), not rounds)):
+        (tokens, weights), (others, moved) = (_results(twin, tokens_in, *x) for x in (before, after))
         pairs = [*zip(tokens, others, strict=True), *(zip(weights, moved, strict=True) if all_of_it else ())]
         if any(_differ(x, y, bound) for x, y in pairs):
             return True
     if not rounds:
         return False
     # Behind as many others, tokens must give what they give alone: nothing counts them, or knows their places.
-    front = torch.randn(given.shape, generator=random).to(given)
+    front = torch.randn(tokens_in.shape, generator=random).to(tokens_in)
     alone, again, behind = (
-        _results(twin, x, *(one.new_ones(x.shape[1], 1),) * 2, kept=slice(None), seed=seed)[0][0]
-        for x, seed in ((given, 0), (given, 1), (torch.cat([front, given], 1), 0))
+        _results(twin, x, *(ones.new_ones(x.shape[1], 1),) * 2, kept=slice(None), seed=seed)[0][0]
+        for x, seed in ((tokens_in, 0), (tokens_in, 1), (torch.cat([front, tokens_in], 1), 0))
     )
     if _differ(again, alone, bound):  # it draws random values, which is refused elsewhere, in its own words
         return False
@@ -100,7 +100,7 @@ def _depends(layer: nn.Module, width: int, dtype: torch.dtype, rounds: bool) -> 
 
 def _results(
     layer: nn.Module,
-    given: torch.Tensor,
+    inputs: torch.Tensor,
     values: torch.Tensor,
     slopes: torch.Tensor,
     *,
@@ -108,19 +108,19 @@ def _results(
     seed: int = 0,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the output and gradient of the ``kept`` tokens, and the weights' gradients; leave the random state."""
-    devices = [given.device] if given.is_cuda else []
+    devices = [inputs.device] if inputs.is_cuda else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        given = (given * values).requires_grad_()
-        out = layer.forward(given)
-        if not isinstance(out, torch.Tensor) or out.shape[:2] != given.shape[:2]:
+        inputs = (inputs * values).requires_grad_()
+        out = layer.forward(inputs)
+        if not isinstance(out, torch.Tensor) or out.shape[:2] != inputs.shape[:2]:
             raise TypeError("it returns no tensor [1, tokens, ...]")
         if not out.requires_grad:
             return [out[:, kept]], []
         features = torch.linspace(0.5, 1.5, out.shape[-1], device=out.device, dtype=out.dtype)
-        trained = [each for each in layer.parameters() if each.requires_grad and each.dim() > 1]  # no bias
+        trained = [x for x in layer.parameters() if x.requires_grad and x.dim() > 1]  # no bias
         slope = (features * slopes.to(out.dtype)).expand_as(out)
-        own, *others = torch.autograd.grad(out, [given, *trained], slope, allow_unused=True)
+        own, *others = torch.autograd.grad(out, [inputs, *trained], slope, allow_unused=True)
         tokens = [out.detach()[:, kept], *([] if own is None else [own[:, kept]])]
         return tokens, [x for x in others if x is not None]
 
@@ -134,9 +134,9 @@ def _twin(layer: nn.Module, device: torch.device) -> nn.Module:
     """Return the layer without hooks, with copies of its buffers, and with random weights for absent ones."""
     twin = copy.copy(layer)
     own: dict[str, Any] = vars(twin)
-    own["_parameters"] = {name: _present(each, device) for name, each in layer._parameters.items()}
-    own["_buffers"] = {name: None if each is None else each.clone() for name, each in layer._buffers.items()}
-    own["_modules"] = {name: each and _twin(each, device) for name, each in layer._modules.items()}
+    own["_parameters"] = {name: _present(x, device) for name, x in layer._parameters.items()}
+    own["_buffers"] = {name: None if x is None else x.clone() for name, x in layer._buffers.items()}
+    own["_modules"] = {name: x and _twin(x, device) for name, x in layer._modules.items()}
     return twin
 
 

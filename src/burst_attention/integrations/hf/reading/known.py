@@ -1,12 +1,12 @@
 """What is known of classes of transformers and PEFT, by name: one table for each question.
 
-Only names and modules are read here; ``parts`` decides, and ``converted`` replaces forwards.
+Only names and modules are read here; ``structure`` decides, and ``converted`` replaces forwards.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,16 @@ from transformers import GenerationMixin
 
 from burst_attention.recurrence import kernels
 
-from .classes import stock_class
+from ..classes import stock_class
 
 
 def names(text: str) -> frozenset[str]:
     """Return the words of a text."""
     return frozenset(text.split())
 
+
+NAME = "burst"  # of our attention among transformers' implementations
+ALONE = "run it on one rank, where it sees the whole sequence"  # the remedy where a model can't run on shards
 
 _GENERATED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # The name of a model's cache, as argument and in its output: transformers renamed it in 5.24.
@@ -236,6 +239,11 @@ def layer_lists(config: Any) -> Iterator[tuple[str, list[str]]]:
             yield attribute, [*kinds]
 
 
+def within(module: str, packages: Sequence[str]) -> bool:
+    """Return whether a module, by its name, is one of these packages or inside of one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
 def is_called(module: nn.Module, role: str) -> bool:
     """Return whether the name of a module's class ends with ``role``."""
     return type(module).__name__.endswith(role)
@@ -252,11 +260,6 @@ def mechanism(module: nn.Module) -> str | None:
     kind = stock_class(module)
     name, used = _MIXERS.get(kind.__name__, (None, frozenset()))
     return name if name is not None and code_names(kind.forward) & (KERNELS.keys() | _DECAYS) == used else None
-
-
-def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, mixer) for each known mixer inside a module."""
-    return ((name, part) for name, part in module.named_modules() if mechanism(part))
 
 
 def scores_itself(module: nn.Module) -> bool:

@@ -80,8 +80,8 @@ def mixing(module: nn.Module, kind: type, judged: dict[Any, str | None], *, atte
     """
     own = vars(module)
     held = chain(own["_modules"].items(), own["_parameters"].items(), own["_buffers"].items())
-    present = (name for name, each in held if each is not None)
-    functions = (id(each) for each in own.values() if callable(each))
+    present = (name for name, x in held if x is not None)
+    functions = (id(x) for x in own.values() if callable(x))
     key = type(module), attends, *own, *present, *functions
     if key not in judged:
         judged[key] = _first(module, kind, attends)
@@ -96,8 +96,8 @@ def _first(module: nn.Module, kind: type, attends: bool) -> str | None:
         passed |= _PLACING
     if any(is_rate(name) for name in vars(module)):
         passed |= _RANDOM  # refused by their rate
-    found = _operations(vars(kind)["forward"], module, kind.__module__.split(".")[0], set())
-    return next((each for each in found if each not in passed), None)
+    operations = _operations(vars(kind)["forward"], module, kind.__module__.split(".")[0], set())
+    return next((operation for operation in operations if operation not in passed), None)
 
 
 def is_rate(name: str) -> bool:
@@ -277,7 +277,7 @@ def _is_along_last(call: ast.Call, name: str, operands: list[ast.expr]) -> bool:
     if name in ("max", "min") and len(operands) > 1 and not isinstance(_literal(operands[1]), int):
         return True  # of two tensors
     place = 2 if name in _SECOND else 1
-    stated = [each.value for each in call.keywords if each.arg in ("dim", "axis")] or operands[place : place + 1]
+    stated = [word.value for word in call.keywords if word.arg in ("dim", "axis")] or operands[place : place + 1]
     if not stated:
         return name in _BY_DEFAULT
     dims = _literal(stated[0])
@@ -295,11 +295,8 @@ def _of_index(node: ast.Subscript, scope: _Scope) -> str | None:
     """Return "index" if an index may pick, drop or shift tokens."""
     index = node.slice
     if isinstance(index, ast.Slice):
-        return (
-            "index"
-            if isinstance(node.value, ast.Call) and _called(node.value) in ("view", "reshape", "flatten")
-            else None
-        )
+        reshaped = isinstance(node.value, ast.Call) and _called(node.value) in ("view", "reshape", "flatten")
+        return "index" if reshaped else None
     if not isinstance(index, ast.Tuple) or len(index.elts) < 2:
         return None
     first, second = index.elts[:2]
