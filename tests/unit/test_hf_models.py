@@ -45,6 +45,7 @@ from burst_train.data.tokenizer import ByteTokenizer
 from burst_train.step.model import model_config
 from tests.support.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
 from tests.tools import families
+from tests.tools.families import model_class, tiny_config
 
 
 def over_ranks(call, world=2):
@@ -599,3 +600,17 @@ def test_grouped_experts_are_refused_in_fp64(name):
     loss = model(**batch).loss.item()
     stock = hf.unparallelize(model)(**batch).loss.item()  # from logits in fp32
     assert loss == pytest.approx(stock, rel=1e-6)
+
+
+def test_layers_of_full_attention_may_have_the_window() -> None:
+    """MiniMax's attention gets the configuration's window in all layers that are not linear."""
+    config = tiny_config("minimax", sliding_window=5)
+    kinds = {"full_attention": 5, "linear_attention": None}
+    assert {*config.layer_types} == {*kinds}
+    assert hf.layer_windows(config) == [kinds[kind] for kind in config.layer_types]
+
+
+def test_a_router_loss_that_a_model_does_not_have_is_refused_when_it_is_parallelized() -> None:
+    model = model_class("jetmoe")(tiny_config("jetmoe", output_router_logits=True))
+    with pytest.raises(ValueError, match="output_router_logits=True: JetMoeForCausalLM has no router loss"):
+        hf.parallelize(model)

@@ -32,6 +32,7 @@ from burst_attention.plan.mask import Mask
 from burst_attention.plan.strategy import Strategy
 
 from . import (
+    arguments,
     cached,
     call,
     checks,
@@ -273,6 +274,8 @@ def _check(
         models.check_parts(reading, reading.text, plan.layout)
         attached.check_hooks(reading, root=False)
     left = untouched.reason_of(base) if plan.world == 1 else None
+    if left is None:
+        arguments.wants_router(base, {})  # as the configuration says
     form = form_of(reading) if left is None else untouched.form_of(base)
     tuner = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if tuner in known.TUNERS:

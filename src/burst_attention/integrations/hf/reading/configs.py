@@ -49,8 +49,9 @@ def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
         getattr(config, "use_bidirectional_attention", None) is True and getattr(config, "is_causal", True)
     )
     sliding = [None if window is None else window + beyond for window in windows]
-    pairs = zip(kinds, sliding, strict=True)
-    return [window if kind == "sliding_attention" else reaches.get(kind) for kind, window in pairs]
+    full = getattr(config, "model_type", None) in known.FULL_WITH_WINDOW
+    windowed = "full_attention" if full else "sliding_attention"
+    return [window if kind == windowed else reaches.get(kind) for kind, window in zip(kinds, sliding, strict=True)]
 
 
 def by_layer(config: Any, name: str, count: int = 1) -> list[Any]:

@@ -103,6 +103,7 @@ _COUNTED = names(
 )
 # Model types whose configuration has a window, but whose layers use none in transformers.
 WITHOUT_WINDOW = ("moshi",)
+FULL_WITH_WINDOW = ("minimax",)  # whose layers of full attention have the window, if there is one
 SAMPLING = ("PhimoeTopKRouter",)  # draws random values whenever it is in training mode
 
 # Operations of classes of transformers that don't mix tokens there, though ``token_code`` can't tell: models with these
