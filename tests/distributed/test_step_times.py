@@ -11,6 +11,7 @@ from burst_attention.comm.transport import Transport
 from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from burst_train.step.loop import Trainer, train
+from burst_train.step.model import model_in
 from tests.support.training import config_of, events, metrics, records
 
 LATE = 0.2
@@ -37,7 +38,7 @@ def step_with_rank_1_late(config):
                 time.sleep(0.01)
             time.sleep(LATE)
 
-        trainer.model.model.get_submodule("model.layers.0.input_layernorm").register_forward_hook(token_wise(hook))
+        model_in(trainer.model).get_submodule("model.layers.0.input_layernorm").register_forward_hook(token_wise(hook))
         try:
             return next(trainer.steps()).exchange_seconds
         finally:

@@ -23,6 +23,7 @@ from burst_train.data.sequences import open_sequences
 from burst_train.step.evaluate import evaluate
 from burst_train.step.evaluation import EvalConfig
 from burst_train.step.loop import Trainer, train
+from burst_train.step.model import model_in
 from tests.support.chat import chat_model, write_chat
 from tests.support.training import config_of, events, losses, metrics, norms, records, saved_model, summary_of, weights
 
@@ -68,10 +69,10 @@ def gradients(config):
     parallel = config.parallel
     with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context:
         trainer = Trainer(config, context)
-        before = {key: p.full_tensor().detach().clone() for key, p in trainer.model.named_parameters()}
+        before = {key: p.full_tensor().detach().clone() for key, p in model_in(trainer.model).named_parameters()}
         sequences = list(itertools.islice(trainer.reader.training(), config.sequences_per_step))
         loss, _ = trainer.backward(sequences)
-        return loss, {key: p.grad.full_tensor() for key, p in trainer.model.named_parameters()}, before
+        return loss, {key: p.grad.full_tensor() for key, p in model_in(trainer.model).named_parameters()}, before
 
 
 def one_device(model, sequences):
@@ -106,13 +107,13 @@ def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, chang
 
     reader, tokenizer = open_sequences(config)
     plain = AutoModelForCausalLM.from_config(model_config("tiny", tokenizer, 97), dtype=torch.float64)
-    plain.load_state_dict({key.removeprefix("model."): value for key, value in before.items()})
+    plain.load_state_dict(before)
     expected = one_device(plain, itertools.islice(reader.training(), config.sequences_per_step))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-10)
     for _, grads, _ in results:
         for key, parameter in plain.named_parameters():
-            assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+            assert relative(grads[key], parameter.grad) < 1e-9, key
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_gradients_of_conversations_are_those_of_one_device(pools, chat, tmp_pat
     for loss, grads, _ in results:
         assert loss == pytest.approx(expected.item(), rel=1e-10)
         for key, parameter in plain.named_parameters():
-            assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+            assert relative(grads[key], parameter.grad) < 1e-9, key
 
 
 def test_conversations_are_evaluated_and_resumed_as_they_are_trained(pools, chat, tmp_path):
@@ -181,7 +182,7 @@ def test_a_scaled_rope_trains_evaluates_and_is_saved_as_transformers_has_it(pool
     expected = one_device(plain, itertools.islice(reader.training(), 1))
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-10)
-    assert all(relative(grads[f"model.{key}"], p.grad) < 1e-9 for key, p in plain.named_parameters())
+    assert all(relative(grads[key], p.grad) < 1e-9 for key, p in plain.named_parameters())
     summary = pools(2).run(train, config)[0]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float64)
     assert saved.config.rope_parameters == plain.config.rope_parameters
@@ -304,8 +305,9 @@ def agreements_of_a_step(config):
 
 
 @pytest.mark.parametrize("strategy", ["burst", "tensor"])
-def test_the_batch_of_a_step_is_compared_once(pools, corpus, tmp_path, strategy):
+def test_the_sequences_of_a_step_are_compared_once(pools, corpus, tmp_path, strategy):
     config = config_of(corpus, tmp_path, strategy=strategy, seq_len=96, accumulate=3)
     for agreed in pools(2).run(agreements_of_a_step, config):
         compared = [call for call, fields in agreed if any("digest" in name or name == "documents" for name in fields)]
-        assert compared == ["the sequences to train on"]
+        # A call of a parallelized model compares its own batch, too.
+        assert compared == ["the sequences to train on", *["the model"] * (3 if strategy == "burst" else 0)]

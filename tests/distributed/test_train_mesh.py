@@ -12,6 +12,7 @@ from burst_train.checkpoint.manifest import discard
 from burst_train.health.finite import first_gradient
 from burst_train.run.folder import list_checkpoints
 from burst_train.step.loop import train
+from burst_train.step.model import model_in
 from burst_train.step.optim import clip_by_global_norm
 from burst_train.step.trainer import Trainer
 from tests.distributed.test_resume import changed, end_at
@@ -74,13 +75,13 @@ def named_and_timed(corpus, out):
         sequences = [*itertools.islice(trainer.sequences, 1)]
         trainer.backward(sequences)
         with torch.no_grad():
-            trainer.model.model.model.layers[0].mlp.up_proj.weight.grad.to_local().view(-1)[0] = torch.nan
+            model_in(trainer.model).model.layers[0].mlp.up_proj.weight.grad.to_local().view(-1)[0] = torch.nan
         norm = clip_by_global_norm(trainer.model, 1.0)
         groups = [context.mesh[name].get_group() for name in context.mesh.mesh_dim_names]
         groups.append(context.mesh["data", "context"]._flatten("shards").get_group())
         options = [group._get_backend(torch.device("cpu")).options for group in groups]
         seconds = [each._timeout.total_seconds() for each in options]
-        return norm, first_gradient(trainer.model.model, []).name, seconds
+        return norm, first_gradient(model_in(trainer.model), []).name, seconds
 
 
 def test_a_gradient_that_is_not_finite_is_left_as_it_is(pools, corpus, tmp_path):

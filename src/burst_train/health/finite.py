@@ -35,8 +35,9 @@ class OutputWatch(ExitStack):
         super().__init__()
         self.first: NonFiniteLocation | None = None
         self._batch, self.order = -1, dict[str, int]()
+        head = getattr(model, "get_output_embeddings", lambda: None)()  # the loss computes it, in chunks
         for name, module in model.named_modules():
-            if name:
+            if name and module is not head:
                 handle = module.register_forward_hook(self._hook(name))
                 self.callback(handle.remove)
 

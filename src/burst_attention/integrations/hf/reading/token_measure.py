@@ -6,6 +6,7 @@ Layers in low precision may scale by a statistic of their input. Their work is d
 from __future__ import annotations
 
 import copy
+import threading
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+_SEEDED = threading.Lock()  # ranks may be threads, which share torch's random state
 _TOKENS = 16  # products in low precision take multiples of 16
 _FACTOR = 13.0  # large for a statistic, small for the range of 8-bit floats, and no power of two
 # Relative L2. Equal rows in tensors of equal shapes give equal results; another scale of 8-bit integers changes 1e-2.
@@ -109,7 +111,7 @@ def _results(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the output and gradient of the ``kept`` tokens, and the weights' gradients; leave the random state."""
     devices = [inputs.device] if inputs.is_cuda else []
-    with torch.enable_grad(), torch.random.fork_rng(devices):
+    with _SEEDED, torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         inputs = (inputs * values).requires_grad_()
         out = layer.forward(inputs)
