@@ -349,7 +349,6 @@ def test_a_hybrid_is_planned_and_what_is_not_predicted_is_refused(tmp_path, caps
     for model_type, why in (
         ("gpt_oss", "has a mixture of experts (GptOssExperts), whose work is not predicted"),
         ("mamba2", "has no attention layer with known heads"),
-        ("gpt_neo", "GPTNeo"),
     ):
         _, folder = folder_of(model_type, tmp_path / model_type)
         assert plan.main(["--model", folder, *asked]) == 2
