@@ -45,25 +45,26 @@ def one_device(name, batch, cu_seqlens):
     return logits.detach(), loss.item(), {key: p.grad for key, p in model.named_parameters()}
 
 
-def distributed_loss(model, shard, plan, one):
-    out = model.model(
-        input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False
-    ).last_hidden_state
-    return out, next_token_loss(out, model.lm_head.weight, shard["shift_labels"], one)
+def distributed_loss(model, shard):
+    out = model.model(**shard).last_hidden_state
+    return out, next_token_loss(out, model.lm_head.weight, shard.labels, shard.plan)
+
+
+def parallelized(name, layout="zigzag"):
+    return hf.parallelize(make_model(name).train(), strategy=Strategy(layout=layout), timeout=20)
 
 
 def errors_of_model(name, seqlen, cu_seqlens, options):
     """Return relative errors of logits, loss and every parameter's gradient, summed over ranks."""
     batch = make_batch(seqlen)
     expected = one_device(name, batch, cu_seqlens)
-    plan = make_plans(name, seqlen, cu_seqlens, timeout=20, layout=options.get("layout", "zigzag"))
-    one = plan[None] if isinstance(plan, dict) else plan
-    model = make_model(name).train()
+    model = parallelized(name, options.get("layout", "zigzag"))
     if options.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    hidden, loss = distributed_loss(model, hf.shard_batch(batch, plan), plan, one)
+    with hf.shards(model, batch, mask=Mask(cu_seqlens=cu_seqlens)) as shard:
+        hidden, loss = distributed_loss(model, shard)
     loss.backward()
-    logits = one.unshard(model.lm_head(hidden).detach(), 1)
+    logits = shard.plan.unshard(model.lm_head(hidden).detach(), 1)
     errors = {"logits": relative(logits, expected[0]), "loss": abs(loss.item() - expected[1]) / expected[1]}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad.clone()
@@ -94,15 +95,14 @@ class LossModel(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, shard, plan, one):
-        return distributed_loss(self.model, shard, plan, one)[1]
+    def forward(self, shard):
+        return distributed_loss(self.model, shard)[1]
 
 
 def errors_under_fsdp(name):
     batch = make_batch(41)
     expected = one_device(name, batch, DOCUMENTS)
-    plan = make_plans(name, 41, DOCUMENTS, timeout=20)
-    root = LossModel(make_model(name).train())
+    root = LossModel(parallelized(name))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in root.model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -110,7 +110,8 @@ def errors_under_fsdp(name):
     for module in (*root.model.model.layers, root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    loss = root(hf.shard_batch(batch, plan), plan=plan, one=plan[None])
+    with hf.shards(root.model, batch, mask=Mask(cu_seqlens=DOCUMENTS)) as shard:
+        loss = root(shard)
     loss.backward()
     errors = {"loss": abs(loss.item() - expected[1]) / expected[1]}
     for key, parameter in root.model.named_parameters():
@@ -118,7 +119,7 @@ def errors_under_fsdp(name):
     return errors
 
 
-def test_a_mapping_of_plans_under_fsdp(pools):
+def test_the_body_under_fsdp(pools):
     for errors in pools(2).run(errors_under_fsdp, "gemma3"):
         assert max(errors.values()) <= 2e-6, errors
 

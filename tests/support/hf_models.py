@@ -92,13 +92,14 @@ def errors_against_the_model(name, plan, total=lambda gradient: gradient):
     moved = moved_copy(theirs)
     expected, other = (part(**batch, use_cache=False).loss for part in (theirs, moved))
     expected.backward(), other.backward()
-    shard = hf.shard_batch(batch, plan)
-    hidden = ours.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
-    loss = hf.next_token_loss(ours, hidden, shard["shift_labels"], plan)
+    hf.parallelize(ours, plan=one.with_mask(Mask()))
+    with hf.shards(ours, batch) as shard:
+        hidden = ours.model(**shard)[0]
+    loss = hf.next_token_loss(ours, hidden, shard.labels, shard.plan)
     loss.backward()
     found = {key: total(parameter.grad) for key, parameter in ours.named_parameters()}
     wanted, near = ({key: x.grad for key, x in part.named_parameters()} for part in (theirs, moved))
     errors = share_of_loss(loss.item(), expected.item(), other.item()), worst_share(found, wanted, near)
     with torch.no_grad():
-        plain = next_token_loss(hidden, ours.lm_head.weight, shard["shift_labels"], one)
+        plain = next_token_loss(hidden, ours.lm_head.weight, shard.labels, one)
     return errors, (abs(loss - plain) / plain).item()

@@ -285,7 +285,7 @@ HF: Cases = [
         "hf.shard_batch({**batch, 'attention_mask': padding}, plan)",
         "ValueError: attention_mask: a padding mask",
     ),
-    ("model(**{**right, 'plan': None})", "ValueError: plan is missing: call model(..., plan=plan), with plan ="),
+    ("model(**{**right, 'plan': None})", "ValueError: plan is missing: call hf.parallelize(model), then the"),
     ("model(**{**right, 'plan': 'zigzag'})", "TypeError: plan='zigzag' must be a Plan, or a mapping such as {None:"),
     ("model(**{**right, 'attention_mask': padding})", "ValueError: attention_mask: a padding mask (zeros in"),
     (

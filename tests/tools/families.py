@@ -267,7 +267,7 @@ def _of_tokens(alone: Any, made: list[torch.Tensor | Exception]) -> str:
 def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
     """The plans of all layers, as ``hf.parallelize`` makes them, and one for the tool's window."""
     reaches = hf.layer_windows(config.get_text_config(decoder=True)) if hasattr(config, "num_hidden_layers") else []
-    return Plans.by_windows(full, [None, WINDOW, *(each for each in reaches if isinstance(each, Chunked))], None)
+    return Plans.by_windows(full, [None, WINDOW, *(each for each in reaches if isinstance(each, Chunked))], full.mask)
 
 
 def _compared(model_type, alone, expected, models, loss, logits):

@@ -193,10 +193,10 @@ def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_again() -> None
 
 def test_all_layers_of_a_model_share_one_cut() -> None:
     plan = make_plan(400, strategy=Strategy(layout="balanced"))
-    plans = Plans.by_windows(plan, [7, None, 50], (0, 300, 400))
+    plans = Plans.by_windows(plan, [7, None, 50], Mask(cu_seqlens=(0, 300, 400)))
     assert len({each.schedule.layout for each in plans.values()}) == 1
     assert plans.one.schedule.layout.mask == Mask(cu_seqlens=(0, 300, 400))
-    assert Plans.by_windows(plan, [7, 50], None).one.schedule.layout.mask == Mask(window=50)
+    assert Plans.by_windows(plan, [7, 50], Mask()).one.schedule.layout.mask == Mask(window=50)
 
 
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])

@@ -363,7 +363,7 @@ def test_a_balanced_row_sends_what_its_plans_count(degree: Any) -> None:
         strategy = Strategy(layout="balanced", ulysses_degree=degree)
         hardware, call = Hardware(rates=H100, nodes=[0] * 4), CallShape(**sizes)
         plan = make_plan(asked.seq_len, strategy=strategy, hardware=hardware, call=call, group=group)
-        plans = Plans.by_windows(plan, [None, 128], asked.borders)
+        plans = Plans.by_windows(plan, [None, 128], Mask(cu_seqlens=asked.borders))
         return sum(16 * plan.bytes(batch=1, **sizes).sent for plan in plans.values())
 
     with local_world(4) as world:

@@ -11,11 +11,14 @@ from transformers import BertConfig, BertForMaskedLM, FNetConfig, FNetForMaskedL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, converted, own_attention
+from burst_attention.integrations.hf import converted, own_attention
 from burst_attention.integrations.hf.reading import models, read, structure
+from burst_attention.integrations.hf.running import RunningPlans, running
 from burst_attention.testing import WorkerError, local_world
 from tests.support import encoder_models as tiny
 from tests.tools import families
+
+PLANS = RunningPlans({None: make_plan(8)}, positions=None)
 
 # (model type, head, case, ranks)
 EQUAL = [
@@ -85,7 +88,7 @@ def test_pooler_gives_nothing_on_shards():
     model = copy.deepcopy(tiny.made("bert", "ForSequenceClassification"))
     hf.parallelize(model)
     batch = tiny.make_batch("ForSequenceClassification", "whole")
-    with checks.running(make_plan(tiny.LENGTH)):
+    with running(RunningPlans({None: make_plan(tiny.LENGTH)}, positions=None)):
         assert model.bert.pooler(torch.zeros(2, 3, 64, dtype=torch.float64)) is None
     logits = model(**batch).logits
     hf.unparallelize(model)
@@ -117,7 +120,7 @@ class Biased(torch.nn.Module):
     ],
 )
 def test_unknown_scores_are_refused(change):
-    module, plans = Biased(), own_attention.Plans.of(make_plan(8))
+    module, plans = Biased(), PLANS
     x = torch.randn(2, 2, 8, 4)
     hf.register()
     with pytest.raises(ValueError, match="its attention scores, which is not known here"):
@@ -131,7 +134,9 @@ def test_a_fused_attention_over_a_shard_alone_is_refused():
 
     module, x = Fused(), torch.randn(2, 2, 8, 4)
     with pytest.raises(ValueError, match="Fused hides its attention scores, which is not known here"):
-        own_attention._over_shards(module, own_attention.Plans.of(make_plan(8)), module.forward, (x, x, x), {})
+        own_attention._over_shards(
+            module, RunningPlans({None: make_plan(8)}, positions=None), module.forward, (x, x, x), {}
+        )
 
 
 class Dropping(Biased):
@@ -146,7 +151,9 @@ def test_dropout_of_weights_is_refused():
     module, x = Dropping(), torch.randn(2, 2, 8, 4)
     hf.register()
     with pytest.raises(ValueError, match=r"dropout=0\.5 of attention weights is not supported"):
-        own_attention._over_shards(module, own_attention.Plans.of(make_plan(8)), module.forward, (x, x, x), {})
+        own_attention._over_shards(
+            module, RunningPlans({None: make_plan(8)}, positions=None), module.forward, (x, x, x), {}
+        )
 
 
 def test_parts_that_are_not_converted_are_refused():

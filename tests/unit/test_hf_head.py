@@ -16,7 +16,7 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
-from burst_attention import make_plan
+from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
 from tests.support import vision_models
@@ -218,11 +218,12 @@ def block_of_the_page(containing):
 
 def test_the_pages_block_stands_by_itself_and_gives_the_models_loss(capsys):
     names = {}
-    exec(block_of_the_page("hf.register()"), names)
+    exec(block_of_the_page("hf.shards("), names)
     config = type(names["model"].config)(**names["model"].config.to_dict())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.load_state_dict(names["model"].state_dict())
-    expected = model(names["ids"], labels=names["ids"]).loss
+    seen = torch.from_numpy(Mask(prefix=1_000).dense(4_001))[None, None]
+    expected = model(names["ids"], labels=names["ids"], attention_mask=seen).loss
     assert abs(names["loss"] - expected) <= 1e-6 * expected
     assert all(parameter.grad.isfinite().all() for parameter in names["model"].parameters())
 

@@ -610,6 +610,11 @@ def test_layers_of_full_attention_may_have_the_window() -> None:
     assert hf.layer_windows(config) == [kinds[kind] for kind in config.layer_types]
 
 
+def test_a_router_loss_that_is_not_wanted_is_none_that_a_forward_adds():
+    """Else the model's own forward would run, which has no cache over ranks."""
+    assert hf.added_losses(model_class("jetmoe")(tiny_config("jetmoe"))) == {}
+
+
 def test_a_router_loss_that_a_model_does_not_have_is_refused_when_it_is_parallelized() -> None:
     model = model_class("jetmoe")(tiny_config("jetmoe", output_router_logits=True))
     with pytest.raises(ValueError, match="output_router_logits=True: JetMoeForCausalLM has no router loss"):

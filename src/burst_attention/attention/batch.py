@@ -10,6 +10,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ class Chunked(NamedTuple):
 Reach: TypeAlias = int | Chunked | None  # what layers see: a sliding window, a chunk, or everything before
 PlanArgument: TypeAlias = Plan | Mapping[Reach, Plan]  # one plan for all layers, or one per reach
 
-_Documents: TypeAlias = tuple[int, tuple[int, ...] | None]  # tokens, and the borders of their documents
+_Documents: TypeAlias = tuple[int, tuple[int, ...] | None, Mask | None]  # tokens; their documents' borders, or a mask
 
 MOST_AHEAD = 4  # batches
 PADDING = "a padding mask (zeros in attention_mask)"
@@ -39,23 +40,10 @@ SAME_BATCH = (
 
 
 class Plans(Mapping[Reach, Plan]):
-    """The plans of one call, one for each reach of its layers, over the same ranks; one without chunks first.
+    """The plans of one call, one for each reach of its layers, over the same ranks; one without chunks first."""
 
-    ``positions``: position ids that the caller checked; an attention that gets this tensor object compares no values.
-    ``rotary``: ``positions`` are a vision-language model's own, and its attention gets others, or none.
-    ``masked``: the plans' masks are the model's own, so whether a layer calls itself causal has no effect.
-    """
-
-    def __init__(
-        self,
-        by_window: Mapping[Reach, Plan],
-        *,
-        positions: torch.Tensor | None = None,
-        rotary: bool = False,
-        masked: bool = False,
-    ) -> None:
+    def __init__(self, by_window: Mapping[Reach, Plan]) -> None:
         self._by_window = dict(by_window)
-        self.positions, self.rotary, self.masked = positions, rotary, masked
 
     @classmethod
     def of(cls, plan: Any) -> Plans:
@@ -64,8 +52,8 @@ class Plans(Mapping[Reach, Plan]):
             return plan
         if plan is None:
             raise ValueError(
-                "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
-                "A model that does not pass keyword arguments on to its attention can't be used"
+                "plan is missing: call hf.parallelize(model), then the model, or its body inside of hf.shards. A model "
+                "that does not pass keyword arguments on to its attention can't be used"
             )
         plans = plan if isinstance(plan, Mapping) else {None: plan}
         if not plans or not all(isinstance(each, Plan) for each in plans.values()):
@@ -75,16 +63,15 @@ class Plans(Mapping[Reach, Plan]):
         return cls(plans)
 
     @classmethod
-    def by_windows(cls, plan: Plan, windows: Iterable[Reach], cu_seqlens: Sequence[int] | None) -> Plans:
-        """Return ``plan`` for each window and chunk size, with these documents, in one layout. Exchanges nothing."""
+    def by_windows(cls, plan: Plan, windows: Iterable[Reach], mask: Mask) -> Plans:
+        """Return ``plan`` for each window and chunk size, within ``mask``, in one layout. Exchanges nothing."""
         distinct = dict.fromkeys(windows)
         if all(isinstance(each, Chunked) for each in distinct):  # positions and labels need the documents alone
             distinct = {None: None, **distinct}
         distinct = dict.fromkeys(sorted(distinct, key=lambda each: isinstance(each, Chunked)))
         if plan.schedule.layout.by_mask:
-            plan = plan.with_mask(Mask(plan.mask.causal, widest_of(distinct), cu_seqlens), seqlen=plan.seqlen)
-        masks = {reach: mask_of(reach, plan.seqlen, cu_seqlens, causal=plan.mask.causal) for reach in distinct}
-        plans = cls({reach: plan.with_mask(mask) for reach, mask in masks.items()})
+            plan = plan.with_mask(within(mask, widest_of(distinct), plan.seqlen), seqlen=plan.seqlen)
+        plans = cls({reach: plan.with_mask(within(mask, reach, plan.seqlen)) for reach in distinct})
         for each in plans.values():
             each.decide_splits()
         return plans
@@ -131,9 +118,9 @@ class PlanCache:
         made = PlanCache(self.base, windows, causal=self.causal, kept=self._kept)
         return self if made._windows == self._windows else made
 
-    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
-        key = seqlen, cu_seqlens
+    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None, mask: Mask | None = None) -> Plans:
+        """Return the plans for ``seqlen`` tokens and these documents, or a mask in their place. Exchanges nothing."""
+        key = seqlen, cu_seqlens, mask
         coming = self._coming.pop(key, None)
         if coming is not None and coming.exception() is None:
             self._plans[key] = coming.result()
@@ -146,7 +133,7 @@ class PlanCache:
 
     def ahead(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> None:
         """Let a thread make what a later :meth:`get` returns, with the programs of calls like those so far."""
-        key = seqlen, cu_seqlens
+        key = seqlen, cu_seqlens, None
         if key in self._plans or key in self._coming:
             return
         if self._thread is None:
@@ -155,14 +142,14 @@ class PlanCache:
             self._coming.pop(next(iter(self._coming))).cancel()
         self._coming[key] = self._thread.submit(self._make_ready, *key)
 
-    def _make(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        first = self.base
+    def _make(self, seqlen: int, cu_seqlens: tuple[int, ...] | None, mask: Mask | None) -> Plans:
+        first, mask = self.base, Mask(self.causal, cu_seqlens=cu_seqlens) if mask is None else mask
         if seqlen != first.seqlen:  # else the layout stays
-            first = first.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
-        return Plans.by_windows(first, self._windows, cu_seqlens)
+            first = first.with_mask(mask, seqlen=seqlen)
+        return Plans.by_windows(first, self._windows, mask)
 
-    def _make_ready(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        plans = self._make(seqlen, cu_seqlens)
+    def _make_ready(self, *key: Any) -> Plans:
+        plans = self._make(*key)
         for plan in plans.values():
             plan.make_ready()
         return plans
@@ -175,35 +162,29 @@ def widest_of(reaches: Iterable[Reach]) -> int | None:
 
 
 def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None, *, causal: bool = True) -> Mask:
-    """Return the mask of layers with this reach: a chunk is like a document."""
+    """Return the mask of layers with this reach."""
+    return within(Mask(causal, cu_seqlens=cu_seqlens), reach, seqlen)
+
+
+def within(mask: Mask, reach: Reach, seqlen: int) -> Mask:
+    """Return a mask for layers with this reach; a chunk is like a document. Its own window is for layers without one.
+
+    Raises:
+        ValueError: layers with a window or chunks can't have this mask.
+    """
+    if reach is None:
+        return mask
     if not isinstance(reach, Chunked):
-        return Mask(causal, reach, cu_seqlens)
-    documents = itertools.pairwise((0, seqlen) if cu_seqlens is None else cu_seqlens)
+        return replace(mask, window=reach)
+    if mask != Mask(mask.causal, cu_seqlens=mask.cu_seqlens):
+        raise ValueError(f"mask={mask!r} for layers of chunks of {reach.size} tokens: pass a mask of documents alone")
+    documents = itertools.pairwise((0, seqlen) if mask.cu_seqlens is None else mask.cu_seqlens)
     starts = [at for start, stop in documents for at in range(start, stop, reach.size)]
-    return Mask(causal, cu_seqlens=[*starts, seqlen])
+    return Mask(mask.causal, cu_seqlens=[*starts, seqlen])
 
 
 def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
-    """Return this rank's shard of a global batch.
-
-    Every rank must call this with the same batch. The ranks compare digests of it.
-
-    Args:
-        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
-            [B, S] of ones only. The mask is left out of the result, because the plan holds documents and windows.
-            Any other key is refused, because this function can't know how to shard it.
-        plan: as for ``model(..., plan=plan)``.
-        ignore_index: the label of a token without a target.
-
-    Returns:
-        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local]. With labels also
-        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss needs them.
-        (``model(labels=...)`` would shift them within the shard and lose one token per shard border.)
-
-    Raises:
-        DisagreementError: on every rank, if batches or documents differ between ranks.
-        TypeError, ValueError: on every rank, for a bad key (named) or a sequence with fewer tokens than ranks.
-    """
+    """See :func:`burst_attention.integrations.hf.shard_batch`."""
     one = Plans.of(plan).one
     with one.agreement.entering("shard_batch"):
         check_tokens(one)
@@ -212,7 +193,9 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
         targets = None if labels is None else one.shift_labels(labels, ignore_index=ignore_index)
         fields = {} if one.world == 1 else batch_fields(one, input_ids=ids, labels=targets)
     one.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
-    return shard_tokens(ids, targets, one)
+    shard = shard_tokens(ids, targets, one)
+    one.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
+    return shard
 
 
 def shard_tokens(
@@ -223,7 +206,7 @@ def shard_tokens(
     device: torch.device | None = None,
     **others: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Cut ids, shifted labels and ``others`` [B, S], equal on all ranks, into what :func:`shard_batch` returns.
+    """Cut ids, shifted labels and ``others`` [B, S], equal on all ranks; return this rank's parts by name.
 
     Labels stay where they are; the rest goes to ``device``, without a wait. Default: that of the ids.
     """
@@ -232,7 +215,6 @@ def shard_tokens(
     shard |= {name: plan.shard(x, 1).to(device, non_blocking=True) for name, x in {"input_ids": ids, **others}.items()}
     if targets is not None:
         shard["shift_labels"] = plan.shard(targets, 1)
-    plan.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
     return shard
 
 

@@ -28,7 +28,7 @@ class _Substitute(Attention):
     """The attention function that every layer calls. It holds the documents' plans."""
 
     def __init__(self, group: Any) -> None:
-        super().__init__((FLASH, hf.NAME))
+        super().__init__((FLASH, hf.NAME), warns=False)
         self._group = group
         self._plans: dict[int | None, Plan] = {}
 

@@ -3,17 +3,11 @@
     model = hf.parallelize(AutoModelForCausalLM.from_pretrained(name), group)
     loss = model(input_ids=ids, labels=labels).loss  # the whole batch on every rank
 
-Or take each step by hand:
+With another mask, or a loss of each rank's own hidden states:
 
-    hf.register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
-    shard = hf.shard_batch(batch, plan)
-    out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
-    loss = hf.next_token_loss(model, out.last_hidden_state, shard["shift_labels"], plan)
-
-Pass the plan to ``model(...)`` by keyword. For a model that mixes windowed and full layers pass a dict of plans, keyed
-by the layers' sliding windows: ``{None: full_plan, 4096: full_plan.with_mask(...)}``. The plan's mask decides which
-tokens a query sees. If a layer asks for a mask that the plan does not have, every rank raises an error that names it.
+    with hf.shards(model, batch, mask=Mask(prefix=100)) as shard:
+        hidden = model.model(**shard)[0]
+    loss = hf.next_token_loss(model, hidden, shard.labels, shard.plan)
 """
 
 try:
@@ -22,10 +16,11 @@ except ImportError as error:
     text = "transformers is not installed: in the checkout, run pip install -e '.[hf]'"
     raise ModuleNotFoundError(text, name="transformers") from error
 
-from burst_attention.attention.batch import Reach, shard_batch
+from burst_attention.attention.batch import Reach
 
 from .attention import register
-from .call import ahead
+from .by_hand import shard_batch
+from .call import Shard, ahead, shards
 from .heads import find_form, find_head, next_token_loss
 from .measure import check_model
 from .memory import Memory
@@ -43,6 +38,7 @@ __all__ = [
     "Memory",
     "ParallelOutput",
     "Reach",
+    "Shard",
     "added_losses",
     "ahead",
     "attention_windows",
@@ -59,6 +55,7 @@ __all__ = [
     "recurrent_layers",
     "register",
     "shard_batch",
+    "shards",
     "tensor_parallel",
     "token_wise",
     "unparallelize",

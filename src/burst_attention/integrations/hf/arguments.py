@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from burst_attention.plan.mask import Mask
+
 from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
@@ -43,6 +45,7 @@ _REMEDIES = {
         "model.generate, which runs on each rank separately; to train, use LoRA, prompt tuning or P-tuning",
     ),
     "output_attentions": "attention weights are never computed as a whole; leave it out",
+    "plan": "the model makes its plans; inside of hf.shards call its body, such as model.model(**shard)",
     "is_causal": "the model's configuration decides, when it is parallelized; set is_causal there, and leave it out",
 }
 
@@ -145,14 +148,47 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"position_ids": positions}
 
 
-def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
-    """Refuse a batch that this model can't take."""
-    asked = keep or given.get("logits") or wanted_states(model, given) is not False
+def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
+    """Return the entries of a batch that ``hf.shards`` can cut, by name; refuse others, and other models."""
+    kind, state = type(model).__name__, model._burst
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids")
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(f"mask={mask!r} must be a burst_attention.Mask, or None")
+    if state.left is not None:
+        raise ValueError(f"model is left as it is on one rank, because {state.left}; call it without hf.shards")
+    if vision.language_model_of(model) is not None:
+        raise ValueError(f"model is a {kind}, whose language model gets its tokens from the model; call the model")
+    if state.meeting.inner is not None:
+        raise ValueError(f"model is a {kind} with a tensor-parallel axis, which hf.shards does not have yet; call it")
+    given = {name: value for name, value in batch.items() if value is not None}
+    documents = [name for name in given if name in ("position_ids", *PACKING)]
+    for name, value in given.items():
+        if name not in (*BATCH, *TOKENS):
+            raise ValueError(f"batch has {name}={shown(value)}, which can't be cut; use shard.plan.shard({name}, 1)")
+    if mask is not None and mask.causal != state.plans.causal:
+        raise ValueError(f"mask={mask!r}: the attention of {kind} is causal={state.plans.causal}; pass that")
+    if mask is not None and documents:
+        raise ValueError(f"{documents[0]} and mask={mask!r} both describe documents; leave one of them out")
+    if mask is not None and isinstance(given.get("attention_mask"), torch.Tensor) and not given["attention_mask"].all():
+        raise ValueError(f"attention_mask has padding, which mask={mask!r} does not; make the padding a document of it")
+    if state.form is None and "labels" in given:
+        raise ValueError(f"labels: {kind} predicts no next token; cut them by shard.plan.shard(labels, 1)")
+    return given
+
+
+def check_labels(model: Any, given: Mapping[str, Any], rows: BatchRows) -> None:
+    """Refuse a call that asks for no result."""
+    asked = given.get("logits_to_keep") or given.get("logits") or wanted_states(model, given) is not False
     if rows.targets is None and not asked and model._burst.form is not None and stub_forward.has_stock_forward(model):
         raise ValueError(
             "labels are missing: a parallelized model returns its loss, and logits on request; pass labels, "
             "logits_to_keep=n for those of the last n positions or logits='gather' for all, or use model.generate"
         )
+
+
+def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
+    """Refuse a batch that this model can't take."""
     labels = rows.targets if given.get("labels") is None else given["labels"]
     if labels is not None and not isinstance(labels, torch.Tensor):
         raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")

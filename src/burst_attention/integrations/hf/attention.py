@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from burst_attention.attention.batch import PADDING, PlanArgument, Plans
 from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
-from burst_attention.attention.plan import Plan
 
-from . import checks, converted
-from .checks import ALONE, RUNNING, UNSTATED, MaskRequest
+from . import checks
+from .by_hand import ByHand, check_running, mark_attended
+from .checks import UNSTATED, MaskRequest
 from .dealt import Step
-from .reading import attached, configs, models, read, structure
-from .reading.known import KEEP_POSITIONS, NAME, gets_no_keywords
+from .reading.known import NAME
+from .running import ALONE, RUNNING, RunningPlans
 
 
 def register() -> None:
@@ -40,13 +39,10 @@ def register() -> None:
 
 
 class Attention:
-    """The function that every layer calls. It compares position ids once, because on a GPU that waits for kernels."""
+    """The function that every layer calls."""
 
-    def __init__(self, names: Sequence[str] = (NAME,)) -> None:
-        self._names = names
-        self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
-        # Of each model that was checked: whether it was in training mode, and its layers' configurations.
-        self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[bool, list[Any]]] = weakref.WeakKeyDictionary()
+    def __init__(self, names: Sequence[str] = (NAME,), *, warns: bool = True) -> None:
+        self._by_hand = ByHand(names, warns=warns)
 
     def __call__(
         self,
@@ -71,10 +67,11 @@ class Attention:
 
         Args:
             query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv]; s_aux: the layer's sinks [Hq].
+            plan: those of the running call, as layers pass them on. Any others are checked as plans by hand.
             attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
                 has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
         """
-        if plan is None and gets_no_keywords(module) and RUNNING.plans is not ALONE:
+        if plan is None and RUNNING.plans is not ALONE:  # the layer passed no keywords on
             plan = RUNNING.plans
         options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
         options |= {} if softcap is None else {"softcap": softcap}
@@ -91,63 +88,21 @@ class Attention:
             chunk = None if request is None else request.chunk
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            stated = [] if getattr(plan, "masked", False) else [causal]
+            stated = [causal] if request is None else [causal, request.causal]
         with chosen.agreement.entering("burst_attention", once=True):  # other layers may have other plans
-            checks.check_causal(chosen, stated if request is None else [*stated, request.causal])
-            checks.check_lengths(query, key, chosen)
-            positions = getattr(plan, "positions", None)
-            kept = position_ids is None and type(module).__name__ in KEEP_POSITIONS
-            # parallelize may have cut the positions itself, so that the layer can't have others.
-            checked = positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
-            if not checked:
-                configs.check_rope(getattr(module, "config", None))
-                self._check_model(module, chosen)
-                self._check_positions(position_ids, query, chosen)
+            if isinstance(plan, RunningPlans):
+                checks.check_causal(chosen, stated[plan.masked :])
+                checks.check_lengths(query, key, chosen)
+                plan.check_positions(position_ids)
+            else:
+                checks.check_causal(chosen, stated)
+                checks.check_lengths(query, key, chosen)
+                self._by_hand.check(module, query, position_ids, chosen)
             query, key, value = _autocast(query, key, value)
-        if not checked:
-            checks.mark_attended(plan, position_ids)
+        if not isinstance(plan, RunningPlans):
+            mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
-
-    @torch.compiler.disable
-    def _check_model(self, module: torch.nn.Module, plan: Plan) -> None:
-        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model."""
-        if plan.world == 1:
-            return
-        configs.check_layers(getattr(module, "config", None))
-        model = models.running_model()
-        if model is None:  # a checkpointed layer is recomputed: its configuration alone can be checked
-            return
-        known = self._models.get(model)
-        if known is None or known[0] != model.training:
-            reading = read(model)
-            structure.check_structure(reading)
-            converted.check_converted(reading)
-            attached.check_hooks(reading)
-            attached.check_random(reading)
-            known = self._models[model] = model.training, structure.attention_configs(reading)
-        structure.check_implementations(model, known[1], self._names)
-
-    def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
-        remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
-        if not isinstance(position_ids, torch.Tensor):
-            raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
-        # An inference tensor has no version counter that shows writes, so it is compared in every layer.
-        version = None if position_ids.is_inference() else position_ids._version
-        known = self._right
-        if known is None or known[0]() is not position_ids or known[1] != version:
-            known = (weakref.ref(position_ids), version, [])
-        elif any(right() is plan for right in known[2]):
-            return
-        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
-            raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
-        # Rotary angles depend only on differences within a document, so restarting and global positions both work.
-        right = (x.to(position_ids.device, non_blocking=True) for x in (plan.document_positions, plan.positions))
-        if not any(position_ids.shape[1] == len(row) and bool((position_ids == row).all()) for row in right):
-            where = f"the plan's tokens on rank {plan.rank}"
-            raise ValueError(f"position_ids differ from the positions of {where}; {remedy}")
-        if version is not None:
-            self._right = (*known[:2], [*known[2], weakref.ref(plan)])
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -162,9 +117,7 @@ def _request_mask(
 ) -> MaskRequest | None:
     """Describe the mask instead of building it; transformers calls this. None means plain causal."""
     if RUNNING.plans is None:  # hf.parallelize has checked the model that runs
-        model = models.running_model()
-        if model is not None and not hasattr(model, "_burst"):
-            structure.check_attention_is_ours(read(model))
+        check_running()
     causal, window, chunk, foreign = False, None, None, []
     together, beyond, both, found = None, False, False, list(_mask_parts(mask_function))
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens

@@ -20,9 +20,10 @@ from burst_attention.comm.agreement import Meeting
 
 from . import arguments, converted, heads, stub_forward, tensor_axis, vision
 from .batch import rows_of
-from .checks import running, shown
+from .checks import shown
 from .dealt import Step, passed
 from .reading import Kind, known, models, read
+from .running import RunningPlans, running
 from .settings import REMEDIES, Settings, weights_of
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
@@ -249,7 +250,7 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
         plans = known.get(stop, None)
     positions = plans.one.positions.to(ids.device, non_blocking=True).repeat(len(ids), 1)
     with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
-        _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, Plans(plans, positions=positions))
+        _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, RunningPlans(plans, positions=positions))
 
 
 def _stops(done: int, count: int) -> list[int]:
@@ -271,7 +272,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))
 
 
-def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: Plans | Step) -> Any:
+def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: RunningPlans | Step) -> Any:
     given = {"input_ids": ids, "position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
     with running(plan):
         return stub_forward.run_body(fit.body, **given)

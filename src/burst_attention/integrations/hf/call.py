@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_text, shard_tokens
+from burst_attention.attention.batch import SAME_BATCH, batch_fields, digest_text, shard_tokens
+from burst_attention.attention.plan import Plan
 from burst_attention.loss.checks import divisor_of
+from burst_attention.plan.mask import Mask
 
 from . import arguments, heads, settings, stub_forward, tensor_axis, vision
 from .batch import IGNORED, BatchRows, rows_of
-from .checks import running
 from .outputs import Call, wanted_fields
 from .reading import structure
+from .running import RunningPlans, running
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
@@ -51,6 +54,7 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         rows = rows_for(model, given)
         items = divisor_of(given.get("num_items_in_batch"), "num_items_in_batch")
         keep = int(given.get("logits_to_keep", 0))
+        arguments.check_labels(model, given, rows)
         arguments.check_rows(model, given, rows, items, keep)
         _warn_of_labels(model, rows)
         if vision.language_model_of(model) is not None:
@@ -125,18 +129,100 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
 
 def run_body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
-    positions = call.shard["position_ids"]
     if vision.language_model_of(model) is not None:
         return vision.run(model, call)
-    plans = Plans(call.plans, positions=positions)
+    plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
     asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
     if call.states is not False:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
-    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
-    asked |= {name: call.shard[name] for name in (given, *arguments.TOKENS) if name in call.shard}
     with running(plans):
-        body = vision.text_of(model)
-        return stub_forward.run_body(body, position_ids=positions, plan=plans, use_cache=False, **asked)
+        return stub_forward.run_body(vision.text_of(model), **_of_body(call, plans), **asked)
+
+
+def _of_body(call: Call, plans: RunningPlans) -> dict[str, Any]:
+    """Return the arguments of a model's body for this rank's shard."""
+    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
+    tokens = {name: call.shard[name] for name in (given, "position_ids", *arguments.TOKENS) if name in call.shard}
+    return {**tokens, "plan": plans, "use_cache": False}
+
+
+class Shard(dict[str, Any]):
+    """This rank's arguments of a model's body, as :func:`shards` cuts them from a batch.
+
+    Attributes:
+        plan: how tokens are dealt over the ranks, for losses and for ``plan.shard`` and ``plan.unshard`` of other
+            values of each token. Of layers with windows it has the mask without them.
+        labels: int [B, S_local], the label of each token's next token; None if the batch has no labels.
+    """
+
+    plan: Plan
+    labels: torch.Tensor | None
+
+
+@contextmanager
+def shards(model: nn.Module, batch: Mapping[str, Any], *, mask: Mask | None = None) -> Iterator[Shard]:
+    """Cut a batch; inside of this context, the body of a parallelized model runs on this rank's shard.
+
+        with hf.shards(model, batch, mask=Mask(prefix=100)) as shard:
+            hidden = model.model(**shard)[0]  # [B, S_local, E]
+        loss = hf.next_token_loss(model, hidden, shard.labels, shard.plan)
+
+    For masks that a batch can't describe, and for losses of each rank's own hidden states. Every rank calls it with the
+    same batch, and the body in the same order. A backward may run later. A gradient is this rank's share: add up those
+    of all ranks, whatever ``gradients`` of ``parallelize`` says.
+
+    Args:
+        model: the result of ``parallelize``, not wrapped.
+        batch: the whole batch: ``input_ids`` [B, S] or ``inputs_embeds`` [B, S, E]; optionally ``labels`` [B, S], not
+            shifted, or ``shift_labels``; ``token_type_ids``; and what describes documents and padding, as for the
+            model's call. Rows must have the same documents, and padding must be behind the tokens.
+        mask: which keys each query sees, in place of documents and padding of the batch. Layers with a window see that
+            much of it. No label crosses a document's border.
+
+    Raises:
+        DisagreementError: on every rank, if batches or masks differ between ranks.
+        TypeError, ValueError: the model is not parallelized or has no body on shards, or an argument is wrong; on every
+            rank.
+    """
+    base: Any = heads.base_of(model)
+    state = getattr(base, "_burst", None)
+    if state is None:
+        raise TypeError(f"model is a {type(model).__name__} that is not parallelized; call hf.parallelize first")
+    call = _agreed_on_shards(base, batch, mask)
+    plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
+    shard = Shard(stub_forward.taken(vision.text_of(base), _of_body(call, plans)))
+    shard.plan, shard.labels = call.plan, call.shard.get("shift_labels")
+    with running(plans):
+        yield shard
+
+
+@torch.compiler.disable
+def _agreed_on_shards(model: Any, batch: Any, mask: Mask | None) -> Call:
+    """Check the arguments of :func:`shards`, agree on them with the other ranks, and return them as a call."""
+    state = model._burst
+    with state.meeting.entering("hf.shards"):
+        given = arguments.by_hand(model, batch, mask)
+        state.check_parts(model)
+        structure.check_implementations(model, state.layers)
+        rows = rows_for(model, given)
+        arguments.check_rows(model, given, rows, None, 0)
+        if rows.input_ids.shape != rows.shape or (rows.padding is not None and bool(rows.padding.any())):
+            raise ValueError(
+                f"batch of shape {list(rows.shape)} must be rearranged: its rows have other documents, padding in "
+                "front, or fewer tokens than ranks; make rows alike and pad behind the tokens, or call the model itself"
+            )
+        plans = state.plans.get(rows.shape[1], rows.cu_seqlens, mask)
+        if mask is not None and given.get("labels") is not None:
+            rows = replace(rows, targets=plans.one.shift_labels(given["labels"].cpu(), ignore_index=IGNORED))
+        call = Call(given, rows, None, 0, False, False, False, False, plans)
+        fields, _, _ = _fields(model, call)
+    details = {} if state.settings is None else state.settings.details()
+    state.meeting.agree("hf.shards", fields, details=details, remedy=SAME_BATCH, remedies=_REMEDIES)
+    state.compared = True
+    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, device=rows.device, **rows.others))
+    if "shift_labels" in call.shard:
+        call.shard["shift_labels"] = call.shard["shift_labels"].to(rows.device, non_blocking=True)
+    return call
 
 
 def ahead(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +16,9 @@ from burst_attention.attention.plan import Plan
 from .reading import Reading
 from .reading.configs import dropouts_of
 from .reading.known import names
+from .running import RunningPlans
 
 UNSTATED: Any = object()
-ALONE: Any = object()  # in place of plans: run the stock forward on this rank alone
 
 _DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
 _BIAS = "a bias on attention logits is not supported; use a model with rotary positions"
@@ -57,34 +55,6 @@ class MaskRequest:
         return self
 
 
-class _Running(threading.local):
-    plans: Any = None  # of the call that runs on this thread, or ``ALONE``; None outside of a parallelized model
-
-
-RUNNING = _Running()  # for modules that get no keywords from the modules around them
-
-
-@contextmanager
-def running(plans: Any = ALONE) -> Iterator[None]:
-    """Give the plans of a call to all modules that run inside this context. Default: they run alone."""
-    before, RUNNING.plans = RUNNING.plans, plans
-    try:
-        yield
-    finally:
-        RUNNING.plans = before
-
-
-def plans_of(module: torch.nn.Module) -> Any:
-    """Return the plans of the running call, or ``ALONE``."""
-    plans = RUNNING.plans
-    if plans is None:
-        raise ValueError(
-            f"plan did not reach {type(module).__name__}, so it would see only this rank's shard; call the "
-            "parallelized model itself, or call model(..., plan=plan)"
-        )
-    return plans
-
-
 def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
     """Return the plan for a layer's window or chunk; ``UNSTATED`` stands for a layer that doesn't state one."""
     if chunk is not None:
@@ -93,13 +63,13 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
         found: Plan = plan[Chunked(chunk)]
         return found
     if isinstance(plan, Mapping):
-        if getattr(plan, "positions", None) is None:  # else a parallelized model derived them all from one plan
+        ours = isinstance(plan, RunningPlans)  # derived from one plan
+        if not ours:
             _check_same_layout(plan)
         wanted = None if window is UNSTATED else window
         if wanted not in plan and _reach(wanted, Plans.of(plan).one) is None:
             wanted = None
         if wanted not in plan:
-            ours = getattr(plan, "positions", None) is not None
             remedy = f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
             raise ValueError(
                 f"sliding_window={wanted} of the layer is not among the plans' windows {sorted(plan, key=str)}; "
@@ -200,19 +170,12 @@ def check_causal(plan: Plan, stated: list[bool]) -> None:
         )
 
 
-@torch.compiler.disable
-def mark_attended(plans: Any, position_ids: Any) -> None:
-    """Record in the plans of a call that an attention used them."""
-    for each in Plans.of(plans).values():
-        each.usage.note(position_ids)
-
-
 def check_tokens(count: int, plan: Plan) -> None:
     """Refuse a batch that was not sharded."""
     if count != plan.length:
         raise ValueError(
             f"input_ids has {count} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
-            "shard the batch with hf.shard_batch(batch, plan)"
+            "run the model's body inside of `with hf.shards(model, batch) as shard:`"
         )
 
 

@@ -27,11 +27,11 @@ from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks
-from .checks import ALONE, RUNNING, plans_of, running
 from .classes import Converted, become, revert, stock_class
 from .dealt import Step, passed
 from .own_attention import OwnAttention
 from .reading import Kind, Part, Reading, known
+from .running import ALONE, RUNNING, running, running_plans
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 # Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
@@ -104,6 +104,7 @@ class _Layer(Converted):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.get("plan", RUNNING.plans)
+        plans = Plans.of(plans) if isinstance(plans, (Plan, Mapping)) else plans  # those of a caller, by hand
         return super().__call__(*args, **{_KEYWORD: plans} | kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,16 +119,13 @@ class _Mixer(Converted):
 
     @torch.compiler.disable  # the function with our kernels is made for each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = plans_of(self)
-        derived = getattr(plans, "positions", None) is not None
+        plans = running_plans(self)
         if plans is ALONE or isinstance(plans, Step):  # the mixer gets all tokens, and the cache as in one process
             return super().forward(*args, **kwargs)
-        plan, cache = Plans.of(plans).one, None
-        if derived and (name := passed(kwargs)) is not None:
-            cache = kwargs.pop(name)
+        plan, name = plans.one, passed(kwargs)
+        cache = None if name is None else kwargs.pop(name)
         with plan.agreement.entering("a recurrent layer", once=True):
             _check(plan, args, kwargs)
-        checks.mark_attended(plans, plans.positions if derived else kwargs.get("position_ids"))
         with nullcontext() if cache is None else cache.recurring(self.layer_idx) as past:
             return over_runs(self, RunExchange(plan, past=past))(*args, **kwargs)
 
@@ -185,9 +183,8 @@ class _Tempered(Converted):
     wrong_alone = "scales queries by their places, which it would count from the shard's start"
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        plan = kwargs.get("plan")
-        if plan is not None:
-            plans = Plans.of(plan)
+        if kwargs.get("plan") is not None:
+            plans = Plans.of(kwargs["plan"])
             with plans.one.agreement.entering("burst_attention", once=True):
                 checks.check_tokens(hidden_states.shape[1], plans.one)
                 _check_no_cache(kwargs)
@@ -202,7 +199,7 @@ class _Placed(Converted):
     wrong_alone = "embeds positions counted from the shard's start"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = plans_of(self)
+        plans = running_plans(self)
         if plans is not ALONE:
             weight: Any = self.weight
             kwargs["position_ids"] = plans.one.document_positions_on(weight.device)

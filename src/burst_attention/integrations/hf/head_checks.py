@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from burst_attention.attention.batch import Plans
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.plan.mask import Mask
 
@@ -19,6 +18,7 @@ from . import tensor_parts
 from .reading import read
 from .reading.attached import hooks_of, origin_of
 from .reading.known import CACHES, is_tempered
+from .running import RunningPlans
 from .snapshots import inside
 
 Refusal: TypeAlias = Callable[[str], ValueError]  # the error for a reason
@@ -140,7 +140,8 @@ def _compare(few: int, own: Tensor, ours: Tensor, leaves: Sequence[Tensor], refu
 
 def _few(few: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call on the first tokens of the first row."""
-    masks = ((key, plan.mask) for key, plan in Plans.of(kwargs["plan"]).items())
+    running: RunningPlans = kwargs["plan"]
+    masks = ((key, plan.mask) for key, plan in running.items())
     plans = {key: single_rank_plan(few, mask=Mask(causal=x.causal, window=x.window)) for key, x in masks}
     some = of_tokens(kwargs, slice(0, few), rows=slice(1))
     if "position_ids" in some:
@@ -149,7 +150,7 @@ def _few(few: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         angles = some["position_embeddings"]
         copies = angles.clone() if isinstance(angles, Tensor) else tuple(x.clone() for x in angles)
         some["position_embeddings"] = copies
-    some["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
+    some["plan"] = RunningPlans(plans, positions=some.get("position_ids"), masked=running.masked)
     return some
 
 

@@ -23,10 +23,10 @@ from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
 from . import converted, stub_forward
-from .checks import running
 from .reading import Reading, attached, read, structure
 from .reading.configs import check_layers
 from .reading.known import ALONE, NAME
+from .running import RunningPlans, running
 
 DOCUMENT = 7  # tokens of a document in the measurement; a number that sizes of layers rarely have
 
@@ -145,7 +145,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         positions = torch.arange(ids.shape[1]) if counted else within.repeat(len(documents))
         positions = positions[None].to(model.device)
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
-        plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
+        plans = RunningPlans(plans, positions=positions)
         given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
         with torch.no_grad(), running(plans), _loudly(model, ids.shape[1], loud):
             states = stub_forward.run_body(stub_forward.body_of(model), **given)[0]

@@ -19,9 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import Plans
 
-from .checks import ALONE, UNSTATED, MaskRequest, plans_of
+from .checks import UNSTATED, MaskRequest
 from .classes import Converted
 from .reading.known import states_causal
+from .running import ALONE, running_plans
 
 _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in every dtype
 
@@ -33,10 +34,10 @@ class OwnAttention(Converted):
 
     @torch.compiler.disable  # it runs under a mode of torch functions
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = plans_of(self)
+        plans = running_plans(self)
         if plans is ALONE:
             return super().forward(*args, **kwargs)
-        return _over_shards(self, Plans.of(plans), super().forward, args, kwargs)
+        return _over_shards(self, plans, super().forward, args, kwargs)
 
 
 def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -99,7 +100,6 @@ class _LayerCall(TorchFunctionMode):
             *(x.to(v.dtype) for x in split),
             self.request,
             plan=self.plans,
-            position_ids=self.plans.positions,
             dropout=dropout,
             scaling=scale,
             is_causal=states_causal(self.module),

@@ -44,12 +44,12 @@ from . import (
     vision,
 )
 from .attention import call_shape, register
-from .checks import running
 from .classes import Converted, revert
 from .dealt import passed
 from .memory import Memory, unsave
 from .outputs import answer, around
 from .reading import attached, known, models, read, structure
+from .running import running
 from .state import Context, Gradients, form_of
 from .versions import warn_of_newer
 

@@ -19,6 +19,7 @@ from .classes import stock_class
 
 _TRANSFORMERS = Path(transformers.__file__).parent
 _ALONE = "run the model without hf.parallelize"
+_ROUTER = ("router_aux_loss_coef", "aux_loss_coef")  # the latter is JetMoE's
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
 _MORE = ("output_attentions", "output_hidden_states", "output_router_logits")  # transformers' own: False asks for none
 
@@ -70,10 +71,15 @@ def is_default(name: str, value: Any, *forwards: Any) -> bool:
 
 def run_body(body: Any, **given: Any) -> Any:
     """Call a model's body with those arguments that its forward takes."""
+    return body(**taken(body, given))
+
+
+def taken(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return those arguments that a body's forward takes."""
     names = _parameters(taker_of(body))
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values()):
-        given = {name: value for name, value in given.items() if name in names}
-    return body(**given)
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values()):
+        return given
+    return {name: value for name, value in given.items() if name in names}
 
 
 def has_stock_forward(model: Any) -> bool:
@@ -88,10 +94,10 @@ def has_stock_forward(model: Any) -> bool:
 def added_losses(model: Any) -> dict[str, float]:
     """Return the factors other than 0 of losses that transformers' forward adds itself, by name.
 
-    An example is Bamba's z-loss. The loss of a router is not among them.
+    An example is Bamba's z-loss. A router's is not among them: only ``output_router_logits`` adds it.
     """
     code = _stock_forward(model)
-    named = [name for name in code.co_names if "loss" in name and name != "router_aux_loss_coef"] if code else []
+    named = [name for name in code.co_names if "loss" in name and name not in _ROUTER] if code else []
     factors = [name for name in named if name.endswith(("coef", "coefficient", "weight"))]
     values = {name: getattr(model, name, None) or getattr(model.config, name, None) for name in factors}
     return {name: value for name, value in values.items() if value}

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import tensor_parallel as styles
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from burst_attention.attention.batch import Plans
 from burst_attention.comm.collectives import naming
 from burst_attention.loss.head import SummedGradient
 
-from .checks import ALONE, plans_of
 from .dealt import Step
 from .reading import read
+from .running import ALONE, running_plans
 from .tensor_parts import (
     OF_EXPERTS,
     Cut,
@@ -97,9 +96,9 @@ def _share_experts(module: Any, how: Cut) -> None:
     own_loop = type(module).__name__ == "GptOssExperts"
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        plans = plans_of(module) if by_context else ALONE
+        plans = running_plans(module) if by_context else ALONE
         # Without a plan, all ranks that share the experts have the same tokens.
-        plan = None if plans is ALONE or isinstance(plans, Step) else Plans.of(plans).one
+        plan = None if plans is ALONE or isinstance(plans, Step) else plans.one
         group = (how.experts if plan is None else how.mesh).get_group()
         hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
         if plan is not None:

@@ -20,12 +20,13 @@ from burst_attention.attention.batch import PADDING, Chunked, Plans, Reach, dige
 from burst_attention.attention.plan import Plan
 
 from .batch import BatchRows
-from .checks import MaskRequest, running, shown
+from .checks import MaskRequest, shown
 from .classes import become, stock_class
 from .outputs import Call
 from .reading.known import CACHES
 from .reading.parts import around_language, language_model_of
 from .reading.parts import text_of as text_of
+from .running import RunningPlans, running
 from .stub_forward import Output, StandIn, tensors_of, twin_of
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward
@@ -112,7 +113,6 @@ class Seam(nn.Module):
             given = _whole(call, args, kwargs)
             plans, mask = with_groups(call.plans, given.pop("attention_mask", None), call.rows)
             shard = _cut(call.plan, given)
-        plans = Plans(plans, positions=shard["position_ids"], rotary=True, masked=plans.masked)
         with running(plans):
             return super().forward(**shard, attention_mask=mask, plan=plans, use_cache=False)
 
@@ -161,7 +161,7 @@ def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
     return [each.index_select(0, rows) for each in added]
 
 
-def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
+def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[RunningPlans, Any]:
     """Return the plans with the groups of tokens that ``attention_mask`` asks for, and that mask without them."""
     asked = mask if isinstance(mask, Mapping) else {"": mask}
     asked = {kind: each for kind, each in asked.items() if isinstance(each, MaskRequest)}
@@ -186,7 +186,7 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[Plans, Any]:
                     f"attention_mask: {kind or 'a layer'} asks for {longest} tokens that see each other, beyond its "
                     f"sliding_window={each.window}; use a model with a larger window"
                 )
-    masked = Plans(made, masked=any(each is not None for each in groups.values()))
+    masked = RunningPlans(made, positions=None, masked=any(each is not None for each in groups.values()))
     if not isinstance(mask, Mapping):
         return masked, None
     return masked, {**mask, **{kind: replace(each, together=None) for kind, each in asked.items()}}

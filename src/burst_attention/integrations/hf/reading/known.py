@@ -84,13 +84,6 @@ SCORES = names(
     trocr.TrOCRAttention xglm.XGLMAttention
     """
 )
-# Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
-KEEP_POSITIONS = names(  # MultiHeadAttention is CTRL's
-    """
-    CohereCompassAttention GPTBigCodeAttention GraniteMoeHybridAttention Llama4TextAttention MoshiAttention
-    ModernBertAttention MultiHeadAttention NemotronAttention PersimmonAttention WhisperAttention ZambaAttention
-    """
-)
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = names(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Reach
@@ -191,15 +190,3 @@ def depends_on_places(reading: Reading) -> bool:
     scaled = getattr(config, "attn_temperature_tuning", None)
     scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
     return bool(scaled) or not is_rotary(reading) or embeds_positions(reading)
-
-
-@torch.compiler.disable
-def running_model() -> PreTrainedModel | None:
-    """Return the outermost transformers model on this thread's call stack, or None: layers have no reference to it."""
-    methods, frame = [], inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("self",):
-            methods.append(frame)
-        frame = frame.f_back
-    owners = (frame.f_locals.get("self") for frame in reversed(methods))  # f_locals copies a frame, so read few of them
-    return next((owner for owner in owners if isinstance(owner, PreTrainedModel)), None)
