@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_attention import DisagreementError, ExchangeError, PeerError
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import call
+from burst_attention.integrations.hf.call import run
 from tests.distributed.test_mesh import (
     NAMES,
     batch_of,
@@ -211,8 +211,8 @@ def otherwise(seed, sizes):
         fields.update(*found)
         return found
 
-    found, fields_of = {}, call._fields
-    with mock.patch.object(call, "_fields", listed):
+    found, fields_of = {}, run._fields
+    with mock.patch.object(run, "_fields", listed):
         for name in sorted(OTHERWISE, key=lambda name: (name not in FIRST, draw.random())):
             if name not in OF_AXIS or (sizes[2] > 1 and (name != "parts" or sizes[1] > 1)):
                 found[name] = alone_on(draw.randrange(dist.get_world_size()), name, model, other)

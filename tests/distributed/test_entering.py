@@ -12,7 +12,7 @@ import burst_attention
 from burst_attention import ExchangeError, PeerError, Strategy, make_plan
 from burst_attention.attention import call as attention_call
 from burst_attention.comm.agreement import RECORD_BYTES
-from burst_attention.integrations.hf.attention import Attention
+from burst_attention.integrations.hf.layers.attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
 from burst_attention.testing import local_world
 

@@ -20,7 +20,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from burst_attention import make_plan
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import tensor_parts, tensor_styles
+from burst_attention.integrations.hf.tensor import parts as tensor_parts
+from burst_attention.integrations.hf.tensor import styles as tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share

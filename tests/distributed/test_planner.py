@@ -24,7 +24,7 @@ from burst_attention.attention.calibrate import calibrate
 from burst_attention.attention.plan import Plan
 from burst_attention.attention.probe import Probe
 from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError, PeerError
-from burst_attention.integrations.hf.attention import call_shape
+from burst_attention.integrations.hf.layers.attention import call_shape
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import least_regret

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from burst_attention import ExchangeError, Mask, Strategy, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted
+from burst_attention.integrations.hf.layers import converted
 from burst_attention.integrations.hf.reading import Kind, known, read, structure
 from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels

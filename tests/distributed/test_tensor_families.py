@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf.tensor_axis import COMPARED, plan_of
+from burst_attention.integrations.hf.tensor.axis import COMPARED, plan_of
 from tests.distributed.test_mesh import check, gradients, mesh_of, whole_gradients
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.tools.families import VOCABULARY, built, model_class

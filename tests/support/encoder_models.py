@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import stub_forward
+from burst_attention.integrations.hf.reading import forwards
 from burst_attention.testing import local_world
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import WHOLE_HEADS
@@ -78,7 +78,7 @@ def one_process(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     else:
         logits = _logits(model, batch)
     labels = batch["labels"]
-    if stub_forward.has_stock_forward(model) and not type(model).__name__.endswith("ForMaskedLM"):
+    if forwards.has_stock_forward(model) and not type(model).__name__.endswith("ForMaskedLM"):
         # others don't shift labels, Bart for example
         logits, labels = logits[:, :-1], labels[:, 1:]
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))

@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from burst_attention.integrations.hf import vision
-from burst_attention.integrations.hf.stub_forward import body_of
+from burst_attention.integrations.hf.call import vision
+from burst_attention.integrations.hf.reading.forwards import body_of
 from tests.tools import families
 
 # Numbers of special tokens, all below families.VOCABULARY; ordinary tokens are smaller than the first.

@@ -34,11 +34,11 @@ from burst_attention import burst_attention, make_plan
 from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import stub_forward
-from burst_attention.integrations.hf.attention import Attention
-from burst_attention.integrations.hf.reading import Kind, known, read
+from burst_attention.integrations.hf.call.stub_forward import run_body
+from burst_attention.integrations.hf.layers.attention import Attention
+from burst_attention.integrations.hf.reading import Kind, forwards, known, read
+from burst_attention.integrations.hf.reading.forwards import body_of
 from burst_attention.integrations.hf.reading.structure import attention_configs
-from burst_attention.integrations.hf.stub_forward import body_of, run_body
 from burst_attention.testing import WorkerError, local_world
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -202,7 +202,7 @@ def refusal_of(model: Any) -> str:
 
 def one_process(model_type: str, alone: Any) -> Any:
     """The output of the model's own forward, and gradients."""
-    if stub_forward.has_stock_loss(alone):
+    if forwards.has_stock_loss(alone):
         alone.loss_function = exact_loss
     with dtype_of_scores(model_type):
         out = alone(**batch(), use_cache=False)

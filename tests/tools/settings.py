@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import stub_forward
+from burst_attention.integrations.hf.reading import forwards
 from burst_attention.testing import WorkerError, local_world
 from tests.support.conditioning import FACTOR, moved_copy
 from tests.support.hf_models import WHOLE_HEADS
@@ -262,7 +262,7 @@ def _stepped(
 
 def _can_be_packed(subject: Subject) -> bool:
     """Whether each document alone says what its loss is: an auxiliary loss is of all tokens."""
-    return stub_forward.has_stock_forward(subject.model) and getattr(subject.expected, "aux_loss", None) is None
+    return forwards.has_stock_forward(subject.model) and getattr(subject.expected, "aux_loss", None) is None
 
 
 def _packed(alone: Any) -> tuple[float, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import heads
+from burst_attention.integrations.hf.call import heads
 from tests.support.hf_models import HEADS, MIXED, SMALL, VOCABULARY
 
 FAMILIES = {  # the settings of each that differ from SMALL

@@ -21,8 +21,8 @@ from transformers.masking_utils import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks
-from burst_attention.integrations.hf.checks import MaskRequest
+from burst_attention.integrations.hf.layers import checks
+from burst_attention.integrations.hf.layers.checks import MaskRequest
 from burst_attention.integrations.hf.reading import known
 from tests.support.hf_models import (
     DOCUMENTS,

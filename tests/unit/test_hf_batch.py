@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.batch import PlanCache
-from burst_attention.integrations.hf import vision
-from burst_attention.integrations.hf.batch import rows_of
+from burst_attention.integrations.hf.call import vision
+from burst_attention.integrations.hf.call.rows import rows_of
 from burst_attention.plan.mask import TokenGroups
 
 IDS = torch.arange(1, 13).view(2, 6)

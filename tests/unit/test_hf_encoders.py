@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, FNetConfig, FNetForMaskedL
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted, own_attention
+from burst_attention.integrations.hf.layers import converted, own_attention
 from burst_attention.integrations.hf.reading import models, read, structure
 from burst_attention.integrations.hf.running import RunningPlans, running
 from burst_attention.testing import WorkerError, local_world

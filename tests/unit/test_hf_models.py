@@ -37,7 +37,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks, measure
+from burst_attention.integrations.hf import measure
+from burst_attention.integrations.hf.layers import checks
 from burst_attention.integrations.hf.reading import attached, read
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world

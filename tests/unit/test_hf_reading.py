@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import converted
+from burst_attention.integrations.hf.layers import converted
 from burst_attention.integrations.hf.reading import Kind, read
 from burst_attention.testing import local_world
 from tests.support.hf_models import make_model

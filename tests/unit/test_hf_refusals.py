@@ -12,7 +12,7 @@ from transformers import AttentionInterface, Llama4ForCausalLM, Llama4TextConfig
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import settings, snapshots
-from burst_attention.integrations.hf.checks import MaskRequest
+from burst_attention.integrations.hf.layers.checks import MaskRequest
 from burst_attention.integrations.hf.reading import known, read
 from tests.support.hf_models import (
     DOCUMENTS,

@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from burst_attention import burst_attention
-from burst_attention.integrations.hf.attention import Attention
+from burst_attention.integrations.hf.layers.attention import Attention
 from tests.tools import families, settings
 from tests.tools.moves import settings_of
 

@@ -12,12 +12,13 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from burst_attention.integrations.hf.layers.attention import Attention
+from burst_attention.integrations.hf.layers.dealt import Step
+
 from ..attention.batch import PlanArgument
 from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
 from ..integrations import hf
-from ..integrations.hf.attention import Attention
-from ..integrations.hf.dealt import Step
 from ..plan.mask import Mask
 from .call import plan_for
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,14 +19,13 @@ from burst_attention.attention.batch import Reach, digest_text
 from burst_attention.attention.dealt import Seen, attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
-from burst_attention.integrations.hf import tensor_axis
-from burst_attention.integrations.hf.cached import SHORT
-from burst_attention.integrations.hf.checks import UNSTATED
-from burst_attention.integrations.hf.dealt import DealtCache, Step
+from burst_attention.integrations.hf.layers.checks import UNSTATED
+from burst_attention.integrations.hf.layers.dealt import DealtCache, Step
 from burst_attention.integrations.hf.reading import known
 from burst_attention.integrations.hf.reading.configs import by_layer, layer_windows
+from burst_attention.integrations.hf.tensor import axis
 
-from . import files
+from . import files, forward
 from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
@@ -102,6 +101,16 @@ class ShardedCache(DealtCache):
         self._filling: _Filling | None = None
         self._cut = 1  # over how many ranks tensor parallelism cut the model that filled the cache
         self._last = 0  # the layer of the last update
+
+    def generating(
+        self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """See :func:`.forward.generating`."""
+        return forward.generating(model, args, kwargs, argument)
+
+    def run(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """See :func:`.forward.forward`."""
+        return forward.forward(model, args, kwargs)
 
     @property
     def weights(self) -> dict[str, str] | None:
@@ -226,7 +235,7 @@ class ShardedCache(DealtCache):
                 f"prefill_chunk={self.prefill_chunk} can't be combined with layout={base.layout!r} of hf.parallelize; "
                 "use strategy=None, or make ShardedCache without prefill_chunk"
             )
-        cut = tensor_axis.ranks_of(model)
+        cut = axis.ranks_of(model)
         if not self.length:  # no keys depend on any weights
             self.weights, self._cut = None, cut
             self._models.clear()
@@ -395,7 +404,7 @@ def _check_same(cached: dict[str, Any], model: dict[str, Any], argument: str) ->
 
 def _check_chunk(chunk: Any, world: int) -> int | None:
     """Return ``prefill_chunk`` after its checks."""
-    least = max(SHORT, 2 * world)  # equal pieces of a longer call then have a token for each rank
+    least = max(forward.SHORT, 2 * world)  # equal pieces of a longer call then have a token for each rank
     if chunk is None:
         return None
     if isinstance(chunk, bool) or not isinstance(chunk, int):

@@ -18,20 +18,20 @@ except ImportError as error:
 
 from burst_attention.attention.batch import Reach
 
-from .attention import register
-from .by_hand import shard_batch
-from .call import Shard, ahead, shards
-from .heads import find_form, find_head, next_token_loss
+from .call.heads import find_form, find_head, next_token_loss
+from .call.outputs import ParallelOutput
+from .call.run import Shard, ahead, shards
+from .layers.attention import register
+from .layers.by_hand import shard_batch
+from .layers.memory import Memory
 from .measure import check_model
-from .memory import Memory
-from .outputs import ParallelOutput
 from .parallel import parallelize, plans_of, unparallelize
 from .reading.attached import token_wise
 from .reading.configs import layer_windows
+from .reading.forwards import added_losses
 from .reading.known import NAME
 from .reading.models import attention_windows, check_config, recurrent_layers
-from .stub_forward import added_losses
-from .tensor_axis import clip_grad_norm_, ranks_of_heads, tensor_parallel
+from .tensor.axis import clip_grad_norm_, ranks_of_heads, tensor_parallel
 
 __all__ = [
     "NAME",

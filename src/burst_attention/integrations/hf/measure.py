@@ -22,8 +22,9 @@ from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
-from . import converted, stub_forward
-from .reading import Reading, attached, read, structure
+from .call import stub_forward
+from .layers import converted
+from .reading import Reading, attached, forwards, read, structure
 from .reading.configs import check_layers
 from .reading.known import ALONE, NAME
 from .running import RunningPlans, running
@@ -148,7 +149,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         plans = RunningPlans(plans, positions=positions)
         given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
         with torch.no_grad(), running(plans), _loudly(model, ids.shape[1], loud):
-            states = stub_forward.run_body(stub_forward.body_of(model), **given)[0]
+            states = stub_forward.run_body(forwards.body_of(model), **given)[0]
         keys = [(document, DOCUMENT * n * counted) for n, document in enumerate(documents)]
         each = enumerate(zip(keys, states.split(DOCUMENT, 1), strict=True))
         return _Run(states, [pair for n, pair in each if n != loud])

@@ -31,26 +31,19 @@ from burst_attention.loss.checks import check_temperature
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.strategy import Strategy
 
-from . import (
-    arguments,
-    cached,
-    call,
-    checks,
-    converted,
-    heads,
-    stub_forward,
-    tensor_axis,
-    untouched,
-    vision,
-)
-from .attention import call_shape, register
+from . import untouched
+from .call import arguments, generate, heads, run, vision
+from .call.outputs import answer, around
 from .classes import Converted, revert
-from .dealt import passed
-from .memory import Memory, unsave
-from .outputs import answer, around
-from .reading import attached, known, models, read, structure
+from .layers import checks, converted
+from .layers.attention import call_shape, register
+from .layers.dealt import passed
+from .layers.memory import Memory, unsave
+from .reading import attached, forwards, known, models, read, structure
+from .reading.parts import text_of
 from .running import running
 from .state import Context, Gradients, form_of
+from .tensor import axis
 from .versions import warn_of_newer
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -109,7 +102,7 @@ def parallelize(
     """
     base: Any = heads.base_of(model)
     memory = Memory() if memory is None else memory
-    cut = tensor_axis.cut_of(base)
+    cut = axis.cut_of(base)
     given = {"group": group, "strategy": strategy, "hardware": hardware, "timeout": timeout}
     asked = repr(strategy)
     if plan is None:
@@ -132,11 +125,11 @@ def parallelize(
     inner["nodes of the group"] = list(plan.planner.nodes or ())
     try:
         with meeting.entering("parallelize"):
-            memory.apply(vision.text_of(base))
+            memory.apply(text_of(base))
         same = {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
         meeting.agree("parallelize", same, inner=inner)
     except Exception:
-        unsave(vision.text_of(base))
+        unsave(text_of(base))
         raise
     if cut is not None and cut.by_context:
         cut.share = 1.0 if gradients == "sum" else 1.0 / plan.world
@@ -148,7 +141,7 @@ def parallelize(
 
 def _hints(base: Any, memory: Any, hardware: Hardware | None) -> dict[str, Any]:
     """Return what ``make_plan`` gets to predict the time of the model's calls."""
-    cut, chunks = tensor_axis.cut_of(base), getattr(memory, "attention_chunks", 1)
+    cut, chunks = axis.cut_of(base), getattr(memory, "attention_chunks", 1)
     if cut is None:
         return {"call": call_shape(base, chunks)}
     # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
@@ -236,8 +229,8 @@ def unparallelize(model: Model) -> Model:
     spread: Any = base
     alone, left = spread._burst.alone, spread._burst.left
     revert(spread, vision.Seam)
-    revert(vision.text_of(spread), Converted)
-    unsave(vision.text_of(spread))
+    revert(text_of(spread), Converted)
+    unsave(text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
     if left is None:
@@ -262,13 +255,13 @@ def _check(
         raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; parallelize once")
     own = vars(base).get("forward")
     # TRL's fused head computes what ours does; accelerate sets the class's own forward when it removes its autocast.
-    if own is not None and not (stub_forward.is_of_class(base, own) or stub_forward.is_fused_by_trl(base, own)):
+    if own is not None and not (forwards.is_of_class(base, own) or forwards.is_fused_by_trl(base, own)):
         raise ValueError(
             f"model has the forward {getattr(own, '__qualname__', own)} in place of its class's forward, and it would "
             "be lost; parallelize the model before you replace its forward"
         )
     reading = read(base)
-    tensor_axis.check_cut(reading)
+    axis.check_cut(reading)
     checks.check_experts(checks.experts_of(reading))
     if plan.world > 1:
         models.check_parts(reading, reading.text, plan.layout)
@@ -282,10 +275,10 @@ def _check(
         raise ValueError(f"model is tuned by PEFT's {known.TUNERS[tuner]}; use LoRA, prompt tuning or P-tuning")
     if not isinstance(memory, Memory):
         raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
-    cut = tensor_axis.cut_of(base)
+    cut = axis.cut_of(base)
     if cut is not None and cut.by_context:
         ranks = [dist.get_rank()] if plan.world == 1 else dist.get_process_group_ranks(plan.transport.group)
-        tensor_axis.check_contexts(cut, ranks, memory.mlp_chunks)
+        axis.check_contexts(cut, ranks, memory.mlp_chunks)
     if left is not None:
         untouched.check_memory(left, memory)
         untouched.warn(left)
@@ -299,17 +292,17 @@ class _Parallel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
-        generate: Any = super().generate  # type: ignore[misc]
+        own: Any = super().generate  # type: ignore[misc]
         if self._burst.left is not None:
             untouched.check_call(self._burst.left, kwargs)
-            return generate(*args, **kwargs)
+            return own(*args, **kwargs)
         argument = passed(kwargs)
         if argument is not None:
-            with cached.generating(self, args, kwargs, argument) as named:
-                return generate(*args, **named)
-        cached.agree_on_generate(self, args, kwargs)
+            with kwargs[argument].generating(self, args, kwargs, argument) as named:
+                return own(*args, **named)
+        generate.agree_on_generate(self, args, kwargs)
         with _alone(self):
-            return generate(*args, **kwargs)
+            return own(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does. All ranks must call it if weights are sharded or cut; rank 0 writes whole ones."""
@@ -319,7 +312,7 @@ class _Parallel:
         sharded = any(isinstance(x, DTensor) for x in cast("nn.Module", self).parameters())
         if sharded and given.get("state_dict") is None and not given.get("distributed_checkpoint"):
             first = dist.get_rank() == 0
-            given["state_dict"] = tensor_axis.whole_state(cast("nn.Module", self), keep=first)
+            given["state_dict"] = axis.whole_state(cast("nn.Module", self), keep=first)
             given["is_main_process"] = first and given.get("is_main_process", True)
         return save(*asked.args, **asked.kwargs)
 
@@ -350,12 +343,13 @@ def _parallel_class(kind: Any) -> Any:
             untouched.check_call(self._burst.left, kwargs)
         if self._burst.generating or self._burst.left is not None:
             return kind.forward(self, *args, **kwargs)
-        if passed(kwargs) is not None:
-            return cached.forward(self, args, kwargs)
-        agreed = call.agreed(self, args, kwargs)
-        if agreed.own:
-            return around(self, lambda: call.run_body(self, agreed), agreed)
-        return answer(self, call.run_body(self, agreed), agreed)
+        argument = passed(kwargs)
+        if argument is not None:
+            return kwargs[argument].run(self, args, kwargs)
+        call = run.agreed(self, args, kwargs)
+        if call.own:
+            return around(self, lambda: run.run_body(self, call), call)
+        return answer(self, run.run_body(self, call), call)
 
     members = {"forward": forward, "stock_class": kind}
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__")}
@@ -377,7 +371,7 @@ def _alone(model: Any) -> Any:
 
 def _switch(model: Any, implementation: str) -> None:
     """Switch all layers to an attention, including layers with a copy of the model's configuration."""
-    text = vision.text_of(model)
+    text = text_of(model)
     (model if vision.language_model_of(model) is None else text).set_attn_implementation(implementation)
     for config in structure.attention_configs(read(text)):
         config._attn_implementation = implementation

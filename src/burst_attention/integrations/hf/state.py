@@ -10,12 +10,14 @@ from burst_attention.attention.batch import PlanCache
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 
-from . import arguments, cached, checks, converted, heads, stub_forward, tensor_axis
-from .memory import Memory
-from .outputs import scaled
-from .reading import Reading, attached, models, read, structure
+from .call import arguments, heads
+from .call.outputs import scaled
+from .layers import checks, converted
+from .layers.memory import Memory
+from .reading import Reading, attached, forwards, models, read, structure
 from .settings import Settings
 from .snapshots import Snapshot, Watched
+from .tensor import axis
 
 Gradients = Literal["mean", "sum"]
 
@@ -40,7 +42,7 @@ class Context:
     read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
     settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
     copies: int = field(default=0, init=False)  # of this model
-    fit: cached.Fit | None = field(default=None, init=False)  # of a running ``generate``
+    fit: Any = field(default=None, init=False)  # what the cache of a running ``generate`` needs of the model
     passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
     warned: bool = field(default=False, init=False)  # of a batch without labels
     experts: list[Any] = field(default_factory=list, init=False)  # of these parts
@@ -79,7 +81,7 @@ class Context:
                 structure.check_added_losses(body)
             self.layers = structure.attention_configs(body)
         if cut:
-            tensor_axis.check_attached(body)
+            axis.check_attached(body)
         structure.check_attention_is_ours(body)
         if self.form is not None:
             heads.check_untouched(reading.model)
@@ -114,9 +116,9 @@ def form_of(reading: Reading) -> LogitForm | None:
     model, causal = reading.model, models.check_causal(reading)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if stub_forward.is_stock(model) and (heads.is_nested(reading) or not causal):
+    if forwards.is_stock(model) and (heads.is_nested(reading) or not causal):
         return None
-    if stub_forward.has_stock_forward(model):
+    if forwards.has_stock_forward(model):
         try:
             return heads.find_form(model)
         except heads.ChangedError:

@@ -11,11 +11,10 @@ from typing import Any
 
 from burst_attention.loss import LogitForm
 
-from . import stub_forward
-from .batch import PACKING
-from .dealt import DealtCache
-from .memory import Memory
-from .reading import models, read, structure
+from .call.rows import PACKING
+from .layers.dealt import DealtCache
+from .layers.memory import Memory
+from .reading import forwards, models, read, structure
 from .reading.configs import check_layers
 from .reading.known import ALONE
 
@@ -45,7 +44,7 @@ def check_memory(reason: str, memory: Memory) -> None:
 
 def form_of(model: Any) -> LogitForm | None:
     """Return a placeholder if the model has transformers' next-token loss, None if it has another."""
-    return LogitForm() if stub_forward.has_stock_loss(model) else None
+    return LogitForm() if forwards.has_stock_loss(model) else None
 
 
 def warn(reason: str) -> None:

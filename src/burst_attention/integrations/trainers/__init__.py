@@ -27,14 +27,14 @@ except ImportError as error:
 
 from transformers.trainer_utils import has_length
 
+from burst_attention.integrations.hf.call.heads import base_of
+from burst_attention.integrations.hf.call.rows import IGNORED
+from burst_attention.integrations.hf.call.vision import whole_arguments
+from burst_attention.integrations.hf.layers.memory import Memory
+from burst_attention.integrations.hf.tensor.axis import tensor_parallel
 from burst_attention.plan.strategy import Strategy
 
-from ..hf.batch import IGNORED
-from ..hf.heads import base_of
-from ..hf.memory import Memory
 from ..hf.parallel import parallelize
-from ..hf.tensor_axis import tensor_parallel
-from ..hf.vision import whole_arguments
 from .checks import (
     check_countable,
     check_hooks,

@@ -13,9 +13,10 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..hf.batch import IGNORED
-from ..hf.checks import shown
-from ..hf.heads import base_of
+from burst_attention.integrations.hf.call.heads import base_of
+from burst_attention.integrations.hf.call.rows import IGNORED
+from burst_attention.integrations.hf.layers.checks import shown
+
 from .contexts import ContextAccelerator
 
 # Methods of stock classes that ours override, by class and package. Each must have the parameters of ours.

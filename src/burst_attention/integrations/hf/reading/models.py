@@ -13,9 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.batch import Reach
 
 from ..classes import stock_class
-from ..stub_forward import is_decorated, taker_of
 from . import attached, known, structure
 from .configs import check_layers, check_rope, layer_windows
+from .forwards import is_decorated, taker_of
 from .known import ALONE
 from .parts import ATTENTIONS, Kind, Part, Reading, language_model_of, read, text_of
 

@@ -19,11 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
+from ..classes import become, revert
+from ..reading import Kind, Part, Reading, known, read
+from ..snapshots import Snapshot, inside
 from . import head_chunks
-from .classes import become, revert
 from .head_chunks import ByHeads
-from .reading import Kind, Part, Reading, known, read
-from .snapshots import Snapshot, inside
 from .token_chunks import InTokenChunks
 
 Recompute = Literal["none", "keep-attention", "layer"]

@@ -13,12 +13,13 @@ from torch import nn
 
 from burst_attention.plan.mask import Mask
 
-from . import stub_forward, vision
-from .batch import IGNORED, PACKING, BatchRows
-from .checks import shown
-from .classes import stock_class
-from .reading import Reading
-from .reading.known import CACHES, names
+from ..classes import stock_class
+from ..layers.checks import shown
+from ..reading import Reading, forwards
+from ..reading.known import CACHES, names
+from ..reading.parts import text_of
+from . import vision
+from .rows import IGNORED, PACKING, BatchRows
 
 BATCH = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 TOKENS = ("token_type_ids",)  # other arguments of each token
@@ -55,7 +56,7 @@ def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     if not args:
         return {name: value for name, value in kwargs.items() if value is not None}
     kind = type(model).__name__
-    places = [*stub_forward.parameters_of(model.stock_class.forward)]
+    places = [*forwards.parameters_of(model.stock_class.forward)]
     if len(args) > len(places):
         raise TypeError(f"{kind} takes at most {len(places)} positional arguments, got {len(args)}; pass them by name")
     placed = dict(zip(places, args, strict=False))
@@ -70,7 +71,7 @@ def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
     if model._burst.form is None:
         return False
     labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
-    if stub_forward.has_stock_forward(model) and (not labeled or stub_forward.has_stock_loss(model)):
+    if forwards.has_stock_forward(model) and (not labeled or forwards.has_stock_loss(model)):
         return False
     wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
     if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
@@ -105,7 +106,7 @@ def has_no_effect(model: Any, name: str, value: Any) -> bool:
     """Return whether an argument asks for what the model does anyway, so that it can be dropped."""
     if name == "is_causal":
         return bool(value == model._burst.plans.causal)
-    return stub_forward.is_default(name, value, stock_class(model).forward, stock_class(vision.text_of(model)).forward)
+    return forwards.is_default(name, value, stock_class(model).forward, stock_class(text_of(model)).forward)
 
 
 def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
@@ -129,7 +130,7 @@ def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if vision.language_model_of(model) is not None:
         return {}
     found = {name: given[name] for name in TOKENS if name in given}
-    body, ids = vision.text_of(model), given.get("input_ids")
+    body, ids = text_of(model), given.get("input_ids")
     count = None if "position_ids" in given else _counter_of_positions(body)
     if count is None:
         return found
@@ -180,7 +181,7 @@ def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
 def check_labels(model: Any, given: Mapping[str, Any], rows: BatchRows) -> None:
     """Refuse a call that asks for no result."""
     asked = given.get("logits_to_keep") or given.get("logits") or wanted_states(model, given) is not False
-    if rows.targets is None and not asked and model._burst.form is not None and stub_forward.has_stock_forward(model):
+    if rows.targets is None and not asked and model._burst.form is not None and forwards.has_stock_forward(model):
         raise ValueError(
             "labels are missing: a parallelized model returns its loss, and logits on request; pass labels, "
             "logits_to_keep=n for those of the last n positions or logits='gather' for all, or use model.generate"

@@ -26,12 +26,12 @@ from burst_attention.attention.plan import Plan
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 
+from ..classes import Converted, become, revert, stock_class
+from ..reading import Kind, Part, Reading, known
+from ..running import ALONE, RUNNING, running, running_plans
 from . import checks
-from .classes import Converted, become, revert, stock_class
 from .dealt import Step, passed
 from .own_attention import OwnAttention
-from .reading import Kind, Part, Reading, known
-from .running import ALONE, RUNNING, running, running_plans
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 # Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.

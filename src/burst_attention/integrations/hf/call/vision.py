@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from burst_attention.attention.batch import PADDING, Chunked, Plans, Reach, digest_of
 from burst_attention.attention.plan import Plan
 
-from .batch import BatchRows
-from .checks import MaskRequest, shown
-from .classes import become, stock_class
+from ..classes import become, stock_class
+from ..layers.checks import MaskRequest, shown
+from ..reading.known import CACHES
+from ..reading.parts import around_language, language_model_of
+from ..running import RunningPlans, running
 from .outputs import Call
-from .reading.known import CACHES
-from .reading.parts import around_language, language_model_of
-from .reading.parts import text_of as text_of
-from .running import RunningPlans, running
+from .rows import BatchRows
 from .stub_forward import Output, StandIn, tensors_of, twin_of
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward

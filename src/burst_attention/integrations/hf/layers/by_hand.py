@@ -19,8 +19,8 @@ from burst_attention.attention import batch as batches
 from burst_attention.attention.batch import PlanArgument
 from burst_attention.attention.plan import Plan
 
+from ..reading import attached, configs, read, structure
 from . import converted
-from .reading import attached, configs, read, structure
 
 _LEAVES = (
     "plan= of a model's call and hf.shard_batch leave with the next release; call hf.parallelize(model, plan=plan) "

@@ -21,10 +21,11 @@ from burst_attention.loss import next_token_loss as loss_of
 from burst_attention.loss import token_log_probs as log_probs_of
 from burst_attention.loss.head import is_cut
 
+from ..layers.converted import pooled
+from ..reading import forwards
+from ..tensor.parts import Scaled
 from . import heads, stub_forward
-from .batch import IGNORED, PACKING, BatchRows
-from .converted import pooled
-from .tensor_parts import Scaled
+from .rows import IGNORED, PACKING, BatchRows
 
 
 @dataclass
@@ -177,7 +178,7 @@ def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
         whole.last_hidden_state = scaled(_gathered(hidden, call), world)
         if call.states is not False:
             whole.hidden_states = _whole_states(model, made, call, lambda x: scaled(x, world))
-        whole.pooler_output = pooled(stub_forward.body_of(model), whole.last_hidden_state)
+        whole.pooler_output = pooled(forwards.body_of(model), whole.last_hidden_state)
         if call.router:
             routers: Any = tuple(scaled(each, world) for each in _whole_routers(made, call))
             whole.router_logits = routers

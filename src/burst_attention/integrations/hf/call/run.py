@@ -16,11 +16,14 @@ from burst_attention.attention.plan import Plan
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.mask import Mask
 
-from . import arguments, heads, settings, stub_forward, tensor_axis, vision
-from .batch import IGNORED, BatchRows, rows_of
+from .. import settings
+from ..reading import forwards, structure
+from ..reading.parts import text_of
+from ..running import RunningPlans, running
+from ..tensor import axis
+from . import arguments, heads, stub_forward, vision
 from .outputs import Call, wanted_fields
-from .reading import structure
-from .running import RunningPlans, running
+from .rows import IGNORED, BatchRows, rows_of
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 _WEIGHTS = "a sample of the weights"
@@ -77,7 +80,7 @@ def rows_for(model: Any, given: Mapping[str, Any]) -> BatchRows:
     plans = model._burst.plans
     batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
     kinds: dict[str, Any] = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
-    if model._burst.form is not None and stub_forward.has_stock_forward(model) and stub_forward.has_stock_loss(model):
+    if model._burst.form is not None and forwards.has_stock_forward(model) and forwards.has_stock_loss(model):
         weight = heads.find_linear(model).weight
         kinds["vocabulary"] = weight.shape[0] if weight.dim() == 2 else None  # FSDP1 flattens what it shards
     return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
@@ -100,7 +103,7 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
     This is the list of what the ranks of a call must have alike, except what :func:`parallelize` has compared once and
     what a layer's attention compares (``shared_fields``). The meeting adds which model it is, and the order of calls.
     """
-    given, rows, state, cut = call.given, call.rows, model._burst, tensor_axis.cut_of(model)
+    given, rows, state, cut = call.given, call.rows, model._burst, axis.cut_of(model)
     labels = given.get("labels") if rows.targets is None else rows.targets
     tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
     device = model.device.type
@@ -136,7 +139,7 @@ def run_body(model: Any, call: Call) -> Any:
     if call.states is not False:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
     with running(plans):
-        return stub_forward.run_body(vision.text_of(model), **_of_body(call, plans), **asked)
+        return stub_forward.run_body(text_of(model), **_of_body(call, plans), **asked)
 
 
 def _of_body(call: Call, plans: RunningPlans) -> dict[str, Any]:
@@ -190,7 +193,7 @@ def shards(model: nn.Module, batch: Mapping[str, Any], *, mask: Mask | None = No
         raise TypeError(f"model is a {type(model).__name__} that is not parallelized; call hf.parallelize first")
     call = _agreed_on_shards(base, batch, mask)
     plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
-    shard = Shard(stub_forward.taken(vision.text_of(base), _of_body(call, plans)))
+    shard = Shard(stub_forward.taken(text_of(base), _of_body(call, plans)))
     shard.plan, shard.labels = call.plan, call.shard.get("shift_labels")
     with running(plans):
         yield shard

@@ -22,11 +22,11 @@ from burst_attention.attention.call import burst_attention
 from burst_attention.attention.head_chunks import HeadCall, Projection, Stretches, attend_by_heads
 from burst_attention.attention.sweep import sweeps
 
-from . import tensor_parts
-from .classes import become, stock_class
+from ..classes import become, stock_class
+from ..reading.attached import HOOKS, hooks_of
+from ..snapshots import Snapshot, inside, replica
+from ..tensor import parts as tensor_parts
 from .head_checks import check_given, check_parts, compare_few, of_tokens, output_of, refusal_of, weights_of
-from .reading.attached import HOOKS, hooks_of
-from .snapshots import Snapshot, inside, replica
 
 # The projections whose output rows belong to heads: which heads, in order.
 _ROWS: Mapping[str, tuple[str, ...]] = {

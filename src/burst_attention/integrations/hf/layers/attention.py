@@ -14,12 +14,12 @@ from burst_attention.attention.batch import PADDING, PlanArgument, Plans
 from burst_attention.attention.call import DTYPES, burst_attention
 from burst_attention.attention.hardware import CallShape
 
+from ..reading.known import NAME
+from ..running import ALONE, RUNNING, RunningPlans
 from . import checks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
-from .reading.known import NAME
-from .running import ALONE, RUNNING, RunningPlans
 
 
 def register() -> None:

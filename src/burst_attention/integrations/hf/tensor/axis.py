@@ -21,10 +21,10 @@ from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from .reading import Reading, read
-from .reading.attached import hooks_of, origin_of
-from .tensor_parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
-from .versions import TESTED
+from ..reading import Reading, read
+from ..reading.attached import hooks_of, origin_of
+from ..versions import TESTED
+from .parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -152,7 +152,7 @@ def _cut(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
 def _styles() -> Any:
     """Return the module of styles, which needs code that older versions of transformers lack."""
     try:
-        from . import tensor_styles
+        from . import styles as tensor_styles
     except ImportError as error:
         raise ValueError(
             f"transformers {transformers.__version__} lacks the code that tensor parallelism builds on ({error}); "

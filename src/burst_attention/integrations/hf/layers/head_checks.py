@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.plan.mask import Mask
 
-from . import tensor_parts
-from .reading import read
-from .reading.attached import hooks_of, origin_of
-from .reading.known import CACHES, is_tempered
-from .running import RunningPlans
-from .snapshots import inside
+from ..reading import read
+from ..reading.attached import hooks_of, origin_of
+from ..reading.known import CACHES, is_tempered
+from ..running import RunningPlans
+from ..snapshots import inside
+from ..tensor import parts as tensor_parts
 
 Refusal: TypeAlias = Callable[[str], ValueError]  # the error for a reason
 

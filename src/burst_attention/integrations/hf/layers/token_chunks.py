@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from burst_attention.attention.head_chunks import added
 from burst_attention.attention.passes import differentiable_once
 
-from .snapshots import Snapshot, inside
+from ..snapshots import Snapshot, inside
 
 _DEVICES = ("cpu", "cuda")
 

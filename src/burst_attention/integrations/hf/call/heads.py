@@ -18,12 +18,13 @@ from burst_attention import loss
 from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.loss import Head, LogitForm
 
-from . import tensor_axis
-from .reading import Reading
-from .reading.attached import hooks_of
-from .snapshots import Snapshot
-from .stub_forward import Output, StandIn, body_name, body_of, twin_of
-from .tensor_parts import forward_is_ours
+from ..reading import Reading
+from ..reading.attached import hooks_of
+from ..reading.forwards import body_name, body_of
+from ..snapshots import Snapshot
+from ..tensor import axis
+from ..tensor.parts import forward_is_ours
+from .stub_forward import Output, StandIn, twin_of
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -160,7 +161,7 @@ def check_untouched(model: nn.Module) -> None:
     hooks = [hook for part in parts for hook in hooks_of(part)]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
-    cut_by_us = tensor_axis.cut_of(model) is not None and forward_is_ours(head)
+    cut_by_us = axis.cut_of(model) is not None and forward_is_ours(head)
     if added or (any("forward" in vars(part) for part in parts) and not cut_by_us):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
         raise TypeError(f"model's {name} has a {what}, which may change the logits; remove it to train over shards")

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from burst_attention.attention.batch import Plans, digest_of, digest_text, mask_of
-from burst_attention.comm.agreement import Meeting
-
-from . import arguments, converted, heads, stub_forward, tensor_axis, vision
-from .batch import rows_of
-from .checks import shown
-from .dealt import Step, passed
-from .reading import Kind, known, models, read
-from .running import RunningPlans, running
-from .settings import REMEDIES, Settings, weights_of
+from burst_attention.attention.batch import Plans, digest_of, mask_of
+from burst_attention.integrations.hf.call import arguments, heads, stub_forward, vision
+from burst_attention.integrations.hf.call.generate import SAME, check_clocks, named, settings_of, with_settings
+from burst_attention.integrations.hf.call.rows import rows_of
+from burst_attention.integrations.hf.layers import converted
+from burst_attention.integrations.hf.layers.checks import shown
+from burst_attention.integrations.hf.layers.dealt import Step, passed
+from burst_attention.integrations.hf.reading import Kind, forwards, known, models, read
+from burst_attention.integrations.hf.reading.parts import text_of
+from burst_attention.integrations.hf.running import RunningPlans, running
+from burst_attention.integrations.hf.settings import weights_of
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
@@ -36,10 +36,6 @@ _OTHER_MODE = (
     "a cache over ranks serves greedy search and sampling; leave it out, or generate on one rank with transformers' "
     "own cache"
 )
-_SAME_PROMPT = "Every rank needs the same prompt and the same settings of generate"
-_SAME_SEED = "Seed all ranks alike before generate: torch.manual_seed(seed)"
-_RANDOM = "the state of the random generator"
-_SAME: Mapping[str, Any] = {"remedy": _SAME_PROMPT, "remedies": {**REMEDIES, _RANDOM: _SAME_SEED}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,62 +70,26 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
     """
     state, cache = model._burst, kwargs[argument]
     with state.meeting.entering("generate"):
-        if known.CACHE not in stub_forward.parameters_of(model.stock_class.forward):
+        if known.CACHE not in forwards.parameters_of(model.stock_class.forward):
             raise ValueError(f"{argument}: {type(model).__name__} takes no cache; call generate without one")
         twice = [name for name in known.CACHES if name != argument and kwargs.get(name) is not None]
         if twice:
             raise ValueError(f"{argument} and {twice[0]} are both caches; pass one of them")
         kwargs = {name: value for name, value in kwargs.items() if name not in known.CACHES} | {known.CACHE: cache}
-        given = _named(args, kwargs)
+        given = named(args, kwargs)
         limits = _limits(model)
         ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
-        settings, fields = _settings(model, given)
+        settings, fields = settings_of(model, given)
         _check_mode(settings, given)
         _check_positions_of(settings, limits[1], ids.shape[1])
         fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
-        fields, details = _with_settings(model, fields)
-    state.meeting.agree("generate", fields, details=details, **_SAME)
+        fields, details = with_settings(model, fields)
+    state.meeting.agree("generate", fields, details=details, **SAME)
     state.passed = argument
     try:
         yield kwargs
     finally:
         state.passed = state.fit = None
-
-
-def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compare a ``generate`` without our cache over the ranks that share weights, which exchange parts of layers."""
-    cut, whole = tensor_axis.cut_of(model), model._burst.meeting
-    if cut is None:
-        return
-    meeting = whole if cut.by_context else Meeting(whole.inner)
-    with meeting.entering("generate"):
-        given = _named(args, kwargs)
-        settings, fields = _settings(model, given)
-        _check_clocks(settings, given)
-        fields["the digests of tensors"] = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
-        fields, details = _with_settings(model, fields)
-    meeting.agree("generate", fields, details=details, **_SAME)
-
-
-def _with_settings(model: Any, fields: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return a call's fields and those of the model's settings, with their details."""
-    if model._burst.meeting.alone:
-        return dict(fields), {}
-    own = Settings(read(model))
-    return {**fields, **own.fields()}, own.details()
-
-
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
-
-
-def _settings(model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the settings that ``generate`` will use, and what ranks compare of them."""
-    other = ("inputs", "input_ids", "generation_config", "streamer", "assistant_model", "synced_gpus")
-    kept = {name: value for name, value in given.items() if name not in other}
-    settings = model._prepare_generation_config(given.get("generation_config"), **kept)[0]
-    random = digest_of(stub_forward.random_states(model)[-1]) if settings.do_sample else None
-    return settings, {"the settings of generate": digest_text(settings.to_dict()), _RANDOM: random}
 
 
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -160,7 +120,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
         if model._burst.passed is None:  # else generate has compared them
             own = model._burst.settings
             fields, details = {**fields, **own.fields()}, own.details()
-    meeting.agree("the model with a cache", fields, details=details, **_SAME)
+    meeting.agree("the model with a cache", fields, details=details, **SAME)
     return call
 
 
@@ -195,7 +155,7 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
 
 def _fit(model: Any, cache: Any, argument: str) -> Fit:
     """Check that the model can fill the cache: it may need no more than its keys, values and states."""
-    state, kind, body = model._burst, type(model).__name__, vision.text_of(model)
+    state, kind, body = model._burst, type(model).__name__, text_of(model)
     if torch.is_autocast_enabled(model.device.type):
         raise ValueError("autocast is on: a cache over ranks needs one dtype; load the model with dtype=torch.bfloat16")
     if model.training:
@@ -203,7 +163,7 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
     state.check_parts(model)
     if vision.language_model_of(model) is not None:
         raise ValueError(f"{argument}: {kind} is a vision-language model, which has no cache over ranks yet")
-    if state.form is None or not stub_forward.has_stock_forward(model):
+    if state.form is None or not forwards.has_stock_forward(model):
         raise ValueError(f"{argument}: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
         raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
@@ -354,7 +314,7 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"cache_implementation={settings.cache_implementation!r} is refused: a cache is given; omit it"
         )
-    _check_clocks(settings, given)
+    check_clocks(settings, given)
     if settings.prefill_chunk_size is not None:
         raise ValueError(
             f"prefill_chunk_size={settings.prefill_chunk_size} is refused: the cache decides; make "
@@ -365,12 +325,3 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         named = {name: getattr(settings, name, None) for name in _OF_MODES}
         asked = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
         raise ValueError(f"{asked or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")
-
-
-def _check_clocks(settings: Any, given: Mapping[str, Any]) -> None:
-    clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
-    if settings.max_time is not None or clocks:
-        raise ValueError(
-            f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "
-            "different tokens; use max_new_tokens"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,25 @@ from transformers import Cache
 from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.recurrence.exchange import Past
 
+from ..reading import known
 from . import checks
-from .reading import known
 
 
 class DealtCache(Cache):
     """A cache that each rank holds a part of: the base of :class:`burst_attention.inference.ShardedCache`.
 
-    ``cached.py`` calls ``check``, ``prefilling``, ``stepping`` and ``states`` of it, besides those of transformers.
+    It brings the forward of a model that gets it.
     """
+
+    def generating(
+        self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Agree on a call of ``generate`` that got the cache as ``argument``; give its keywords inside the context."""
+        raise NotImplementedError
+
+    def run(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of a model's call for the tokens after those of the cache."""
+        raise NotImplementedError
 
     @contextmanager
     def recurring(self, number: int) -> Iterator[Past]:

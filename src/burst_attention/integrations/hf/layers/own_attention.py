@@ -19,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import Plans
 
+from ..classes import Converted
+from ..reading.known import states_causal
+from ..running import ALONE, running_plans
 from .checks import UNSTATED, MaskRequest
-from .classes import Converted
-from .reading.known import states_causal
-from .running import ALONE, running_plans
 
 _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in every dtype
 

@@ -13,10 +13,10 @@ import torch
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
-from .reading import Reading
-from .reading.configs import dropouts_of
-from .reading.known import names
-from .running import RunningPlans
+from ..reading import Reading
+from ..reading.configs import dropouts_of
+from ..reading.known import names
+from ..running import RunningPlans
 
 UNSTATED: Any = object()
 

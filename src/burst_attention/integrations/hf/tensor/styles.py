@@ -18,22 +18,9 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from burst_attention.comm.collectives import naming
 from burst_attention.loss.head import SummedGradient
 
-from .dealt import Step
-from .reading import read
-from .running import ALONE, running_plans
-from .tensor_parts import (
-    OF_EXPERTS,
-    Cut,
-    InStep,
-    Scaled,
-    Summed,
-    own_tokens,
-    part,
-    summed,
-    used,
-    using,
-    whole_tokens,
-)
+from ..reading import read
+from ..running import ALONE, RunningPlans, running_plans
+from .parts import OF_EXPERTS, Cut, InStep, Scaled, Summed, own_tokens, part, summed, used, using, whole_tokens
 
 
 class _SummedWeights(styles.TensorParallelLayer):
@@ -98,7 +85,7 @@ def _share_experts(module: Any, how: Cut) -> None:
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         plans = running_plans(module) if by_context else ALONE
         # Without a plan, all ranks that share the experts have the same tokens.
-        plan = None if plans is ALONE or isinstance(plans, Step) else plans.one
+        plan = plans.one if isinstance(plans, RunningPlans) else None
         group = (how.experts if plan is None else how.mesh).get_group()
         hidden, weights = (SummedGradient.apply(x, group, False) for x in (hidden, weights))
         if plan is not None:

@@ -1,0 +1,1 @@
+"""What replaces or surrounds the modules inside of a model: attention, mixers, positions, chunks, recomputation."""
