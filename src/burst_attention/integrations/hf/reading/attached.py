@@ -17,7 +17,7 @@ from .token_code import is_rate
 
 # Packages whose hooks and replaced forwards don't let tokens see each other (TRL's: a model's, with a fused head).
 _ADDED_BY = (
-    *("accelerate", "burst_attention.integrations.hf.tensor_styles", "deepspeed", "liger_kernel", "torch"),
+    *("accelerate", "burst_attention.integrations.hf.tensor.styles", "deepspeed", "liger_kernel", "torch"),
     *("peft.mixed_model", "peft.peft_model", "peft.tuners.glora.model", "peft.tuners.lora.model"),
     *("peft.tuners.road.model", "peft.utils", "transformers", "trl"),
 )

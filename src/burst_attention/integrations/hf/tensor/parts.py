@@ -20,7 +20,7 @@ from burst_attention.comm.link import transport_of
 from burst_attention.loss.head import AXIS, SummedGradient
 
 OF_EXPERTS = "grouped_gemm"  # transformers' style of weights of whole experts
-_HOMES = ("transformers.distributed.tensor_parallel", f"{__package__}.tensor_styles")  # of replaced forwards
+_HOMES = ("transformers.distributed.tensor_parallel", f"{__package__}.styles")  # of replaced forwards
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The styles by which :mod:`.tensor_axis` cuts parts of layers, on top of those of transformers."""
+"""The styles by which :mod:`.axis` cuts parts of layers, on top of those of transformers."""
 
 from __future__ import annotations
 
