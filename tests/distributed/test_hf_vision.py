@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.call import vision
 from burst_attention.integrations.hf.reading import known
 from tests.distributed.test_hf_parallel import gradients, refusal
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
@@ -89,9 +90,9 @@ def generated(name):
     hf.parallelize(model, timeout=60)
     model(**images_and_text(model))
     found.append(model.generate(**batch, **options).tolist())
-    kind = type(hf.vision.language_model_of(model))
+    kind = type(vision.language_model_of(model))
     hf.unparallelize(model)
-    assert type(hf.vision.language_model_of(model)) is kind.stock_class
+    assert type(vision.language_model_of(model)) is kind.stock_class
     return [*found, model.generate(**batch, **options).tolist()]
 
 
@@ -124,7 +125,7 @@ def refused(what):
     hf.parallelize(model, strategy=WHOLE_HEADS, timeout=60)
     if what.startswith("extra="):
         extra = hf.token_wise(lambda _, args, kwargs: (args, kwargs | {"extra": torch.ones(1)}))
-        hf.vision.language_model_of(model).register_forward_pre_hook(extra, with_kwargs=True)
+        vision.language_model_of(model).register_forward_pre_hook(extra, with_kwargs=True)
     return refusal(model, **batch)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.call import vision
 from tests.support import trainer_cases, trainer_makers
 from tests.support.trainer_cases import Sides
 from tests.support.vision_models import build
@@ -28,7 +29,7 @@ def sides(pools):
 def test_every_argument_of_a_processors_batch_has_a_place(family):
     model = build(family, torch.float32)
     batch = collator(family)(samples(3, family))
-    kept = hf.vision.whole_arguments(model)
+    kept = vision.whole_arguments(model)
     assert {
         "pixel_values",
         *(("image_grid_thw", "mm_token_type_ids") if "qwen" in family else ("token_type_ids",)),

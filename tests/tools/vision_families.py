@@ -15,6 +15,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.call import vision
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
 from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
@@ -63,7 +64,7 @@ def _on_text(model_type: str, alone: Any, otherwise: str) -> Verdict:
     """Whether a model that can't be run on images here is refused, with images or as it is."""
     alone.zero_grad()
     batch = vision_models.text(alone)
-    if hf.vision.language_model_of(alone) is None:
+    if vision.language_model_of(alone) is None:
         batch["pixel_values"] = torch.zeros(2, 3, 16, 16, dtype=alone.dtype)
         verdict = _compared(model_type, alone, batch, 0.0, 0)
         if verdict.kind == "refused":
@@ -101,7 +102,7 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
         if refused := refusal(error):
             return Verdict(model_type, "refused", refused)
         return Verdict(model_type, "error", first_line(next(each for each in error.errors.values() if each)))
-    inner = hf.vision.language_model_of(alone)
+    inner = vision.language_model_of(alone)
     text = {id(each) for each in (alone if inner is None else inner).parameters()}
     wanted = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
     floor, apart = 1e-5 * max(each.norm().item() for each in wanted.values()), apart_of(wanted, models)
