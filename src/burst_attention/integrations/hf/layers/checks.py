@@ -194,11 +194,6 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def experts_for(dtype: torch.dtype) -> dict[str, str]:
-    """Return keywords with which transformers loads a model whose experts can compute in ``dtype``."""
-    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-
-
 def experts_of(reading: Reading) -> list[Any]:
     """Return the modules of experts that compute as their configuration says."""
     return [x for x in (part.module for part in reading) if {"has_gate", "is_transposed", "config"} <= vars(x).keys()]
