@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from burst_attention import Mask, Strategy, make_plan
+from burst_attention.attention.footprint import LiveBytes, example, peak_bytes
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels.contract import BackwardInputs, Kernel, blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.tile import Tiles
-from burst_train.forecast.footprint import LiveBytes, example, peak_of
 
 HEADS, KV_HEADS, DIM, V_DIM = 8, 4, 32, 48
 
@@ -50,7 +50,7 @@ def live_and_predicted(layout: str, route: str, circulate: str, mask: Mask, **cu
             for n, x in enumerate(results):
                 results[n] = x.to(dtype)
             del x
-        pairs.append((live.most, peak_of(plan.schedule, shape, dtype, chosen, direction)))
+        pairs.append((live.most, peak_bytes(plan.schedule, shape, dtype, chosen, direction)))
         del sums, results
     return pairs
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
+from burst_attention.attention import peak_bytes
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.balance import most_tokens
@@ -27,7 +28,7 @@ from burst_train.forecast.attention import (
     predict_call,
     tensor,
 )
-from burst_train.forecast.footprint import buffers, peak_of, token_bytes
+from burst_train.forecast.footprint import buffers, token_bytes
 from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
 from burst_train.forecast.memory import Step
 from burst_train.forecast.models import model_of
@@ -66,7 +67,9 @@ def test_bytes_and_seconds_are_those_of_the_plan(way: AttentionStrategy, mask: M
     call, schedules = predict_call(way, asked), [asked.schedule(way.strategy, rank) for rank in range(4)]
     traffic = [each.traffic(SHAPE, way.circulate, way.groups) for each in schedules]
     for one, name in ((call.forward, "forward_sent"), (call.backward, "backward_sent")):
-        assert (one.inside + one.across) * 4 == pytest.approx(sum(getattr(each, name) for each in traffic), rel=1e-12)
+        assert (one.mean_inside + one.mean_across) * 4 == pytest.approx(
+            sum(getattr(each, name) for each in traffic), rel=1e-12
+        )
     timed = asked.planner.timed(schedules[0], SHAPE, way.circulate, way.groups)
     assert [call.forward.seconds, call.backward.seconds] == [each.seconds for each in timed]
     assert [call.forward.exposed, call.backward.exposed] == [each.exposed for each in timed]
@@ -104,7 +107,7 @@ def test_many_ranks_are_extrapolated_from_fewer(way: AttentionStrategy) -> None:
     for a, b in ((few.forward, all_of_them.forward), (few.backward, all_of_them.backward)):
         assert a.computing == pytest.approx(b.computing, rel=close)
         assert a.seconds == pytest.approx(b.seconds, rel=close)
-        assert a.inside + a.across == pytest.approx(b.inside + b.across, rel=close)
+        assert a.mean_inside + a.mean_across == pytest.approx(b.mean_inside + b.mean_across, rel=close)
 
 
 def test_documents_and_windows_that_few_ranks_can_not_stand_for_are_refused() -> None:
@@ -125,7 +128,7 @@ def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkey
     asked, dtype = setting(32, 64), torch.bfloat16
     monkeypatch.setattr(footprint, "ENOUGH", 16)
     whole = [
-        peak_of(
+        peak_bytes(
             asked.schedule(way.strategy, rank), SHAPE, dtype, Candidate(way.groups, way.circulate), Direction.BACKWARD
         )
         - 64 * token_bytes(SHAPE)
@@ -158,8 +161,8 @@ def test_tensor_parallelism_sends_what_it_counts() -> None:
         counted = np.mean(world.run(sent), axis=0)
     call = tensor(asked, 128)
     for one, count in zip((call.forward, call.backward), counted, strict=True):
-        assert one.inside + one.across == pytest.approx(count, rel=1e-12)
-        assert one.exposed > 0 and one.inside * 3 >= one.across
+        assert one.mean_inside + one.mean_across == pytest.approx(count, rel=1e-12)
+        assert one.exposed > 0 and one.mean_inside * 3 >= one.mean_across
 
 
 def on_two_nodes(rate: float | None) -> ForecastRequest:
@@ -407,7 +410,8 @@ def test_calls_with_sinks_keep_no_results() -> None:
         128 + 2
     )  # out and lse of the rank's heads
     backward = [each.calls[0][1].backward for each in (plain, with_sinks)]
-    assert backward[0].inside + backward[0].across < backward[1].inside + backward[1].across
+    sent = [each.mean_inside + each.mean_across for each in backward]
+    assert sent[0] < sent[1]
 
 
 def test_figures_are_for_people() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.plan.assignment import CIRCULATIONS, Cube, blocks, columns, heads, nearest, rows
+from burst_attention.plan.assignment import CIRCULATIONS, Cube, HeadsFirst, blocks, columns, nearest, rows
 from burst_attention.plan.chunks import Chunks
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
@@ -354,7 +354,7 @@ def cubes(draw) -> tuple[int, Cube, Groups]:
         return ranks, lambda i, j, group: dice[group, i, j], Groups(count, shared, chunks=chunks)
     groups = Groups(count, shared, count > 1 and draw(st.booleans()), chunks)
     inner = draw(st.sampled_from([rows, columns, nearest(contexts), blocks(contexts, 2)]))
-    return ranks, heads(groups, inner), groups
+    return ranks, HeadsFirst(groups, inner), groups
 
 
 def check_programs(route, nodes, layout, mask, cube, groups, keys=None):
@@ -384,7 +384,7 @@ def test_ranks_forward_results_of_sparse_blocks_that_they_do_not_use(seed: int) 
         seen = dice.random((blocks, blocks)) < 0.25
         mask = Mask(causal=False, blocks=BlockPattern(blocks, np.packbits(seen).tobytes()), block=block)
         nodes = tuple(dice.integers(0, 3, world).tolist())
-        cube = heads(groups, (rows, columns)[dice.integers(2)])
+        cube = HeadsFirst(groups, (rows, columns)[dice.integers(2)])
         check_programs(("nodes", "direct")[seed % 2], nodes, Layout("zigzag", length, world), mask, cube, groups)
 
 
@@ -402,7 +402,7 @@ def test_a_node_with_part_of_a_cached_sequence_group_forwards(count: int, bits: 
     mask = Mask(blocks=BlockPattern(count, bits), block=block)
     layout = Layout("balanced", 7, 4, mask=Mask())
     for inner in (rows, columns):
-        check_programs("nodes", (0, 0, 0, 1), layout, mask, heads(groups, inner), groups)
+        check_programs("nodes", (0, 0, 0, 1), layout, mask, HeadsFirst(groups, inner), groups)
 
 
 @st.composite
@@ -614,7 +614,7 @@ def test_buffers_do_not_grow_with_the_world() -> None:
     for route, assignment, direction, world, rank in cases:
         schedule = Schedule(Layout("zigzag", 16 * world, world), Mask(), ROUTES[route], rank)
         held, arriving = 0, {}
-        for op in assigned(schedule, heads(WHOLE, assignment), direction).ops:
+        for op in assigned(schedule, HeadsFirst(WHOLE, assignment), direction).ops:
             if isinstance(op, Post):
                 arriving[op.step] = sum(not m.edge.partial for m in op.receives)
                 assert sum(m.edge.partial for m in op.sends) <= 1 and sum(m.edge.partial for m in op.receives) <= 1
@@ -629,7 +629,7 @@ def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
     layout = Layout("zigzag", 128, 8)
     for route, assignment, expected in (("direct", columns, 2), ("direct", rows, 2), ("ring-attention", rows, 1)):
         schedule = Schedule(layout, Mask(), ROUTES[route], 1)
-        ops = assigned(schedule, heads(WHOLE, assignment), Direction.BACKWARD).ops
+        ops = assigned(schedule, HeadsFirst(WHOLE, assignment), Direction.BACKWARD).ops
         for n, op in enumerate(ops):
             if isinstance(op, Wait) and op.step < 7:
                 before = ops[:n]

@@ -29,7 +29,7 @@ from burst_attention.planner import choice as choose
 from burst_attention.planner import explain
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import TIE, WORTH, Candidate, Prediction, cuts
-from burst_attention.planner.passes import Pass
+from burst_attention.planner.passes import Pass, passes
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
 from burst_attention.planner.rates import Link, Rates, Speed, read_rates, user_file, write_rates
@@ -149,9 +149,7 @@ def test_a_bound_is_one(mbit: float) -> None:
     planned = schedule(link(mbit))
     tally, wire = planned.tally, planned.planner.wires(4)[0]
     for groups, circulate in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], CIRCULATIONS):
-        inner = CIRCULATIONS[circulate](4 // groups.query)
-        for direction in Direction:
-            one = Pass(tally, shape(), direction, inner[direction], groups, wire)
+        for one in passes(tally, shape(), circulate, groups, wire):
             moved, (moving,) = one.moving([wire])
             passed = one.run()
             assert moved == (passed.inside, passed.across)
@@ -511,7 +509,7 @@ def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
         named = schedule(preset("h100-hgx"), mask=planned.mask, layout=name, **options)
         (found,) = named.predict_for_links(shape(1), alike=False)
         seconds[name] = min(each.seconds for each in found if each.forward)
-        area = named.tally.areas(CIRCULATIONS["query"](8)[Direction.FORWARD], WHOLE, 0)
+        area = named.passes(shape(), "query", WHOLE)[0].areas(0)
         busiest[name] = area.max() / area.mean()
     assert busiest["balanced"] <= 1.08 < busiest["zigzag"] and WORTH * seconds["balanced"] < seconds["zigzag"]
     assert schedule(preset("h100-hgx"), **options).layout.name != "balanced"
@@ -614,8 +612,8 @@ def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -
     for each in planned.predict_for_links(shape())[0]:
         if each.forward is None or each.candidate.groups.query != count:
             continue
-        passes = planned.passes(shape(), each.candidate.circulate, each.candidate.groups)
-        for one, reported in zip(passes, (each.forward, each.backward), strict=True):
+        both = planned.passes(shape(), each.candidate.circulate, each.candidate.groups)
+        for one, reported in zip(both, (each.forward, each.backward), strict=True):
             assert reported.seconds >= one.work().seconds.sum() / 2
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from burst_attention.attention.footprint import LiveBytes, peak_bytes
 from burst_attention.attention.sweep import DeviceIndices, Sums
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
@@ -19,7 +20,7 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
-from burst_train.forecast.footprint import LiveBytes, peak_of, walked
+from burst_train.forecast.footprint import walked
 
 PLACE, DTYPES = (Side.KEY, 0, 0), np.array([torch.float32, torch.bfloat16], object)
 
@@ -28,7 +29,7 @@ def peak_of_ranks(schedule: Schedule, shape: Shape) -> int:
     """The peak of a forward or a backward on the fullest of some ranks."""
     chosen, ranks = Planner().decide(schedule, shape), walked(schedule.layout.world)
     each = [replace(schedule, rank=rank) for rank in ranks]
-    return max(peak_of(one, shape, torch.bfloat16, chosen, direction) for one in each for direction in Direction)
+    return max(peak_bytes(one, shape, torch.bfloat16, chosen, direction) for one in each for direction in Direction)
 
 
 class Adding:
@@ -92,7 +93,7 @@ def test_chunks_hold_little_more_than_a_single_one(layout, chunks, units, result
         for count in (1, chunks):
             chosen = Candidate(Groups(4, 4, True, count, results=results), "query")
             schedule = Schedule(Layout(layout, 2048, 4), Mask(), ROUTES["direct"], 1, chosen.strategy())
-            held[count] = peak_of(schedule, shape, torch.bfloat16, chosen, direction) / (512 * 8 * 64 * 2)
+            held[count] = peak_bytes(schedule, shape, torch.bfloat16, chosen, direction) / (512 * 8 * 64 * 2)
         more = {Direction.FORWARD: 1.05, Direction.BACKWARD: -0.1}[direction] * results
         assert held[1] <= {Direction.FORWARD: 10.6, Direction.BACKWARD: 13.4}[direction] + more
         assert held[chunks] <= min(most + more, 1.13 * held[1])

@@ -2,6 +2,7 @@
 
 from .batch import Reach, mask_of, widest_of
 from .call import burst_attention
+from .footprint import peak_bytes
 from .hardware import known_rates, shape_of, usual_rates
 from .new_plan import make_plan
 from .plan import Plan
@@ -13,6 +14,7 @@ __all__ = [
     "known_rates",
     "make_plan",
     "mask_of",
+    "peak_bytes",
     "shape_of",
     "usual_rates",
     "widest_of",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from .groups import Groups
 from .rows import Direction
 
 Assignment = Callable[[np.ndarray, np.ndarray], np.ndarray]
-Cube = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+Cube = Callable[[np.ndarray, np.ndarray, np.ndarray | int], np.ndarray]
 
 
 def rows(i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -47,13 +48,16 @@ def blocks(world: int, keys: int) -> Assignment:
     return assign
 
 
-def heads(groups: Groups, inner: Assignment) -> Cube:
+@dataclass(frozen=True, eq=False)
+class HeadsFirst:
     """Split heads first, which sends the fewest bytes; then ``inner`` picks the sequence group of a cell (i, j, h)."""
 
-    def assign(i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
-        return groups.cache_owner(np.asarray(group), inner(groups.context(i), groups.context(j)))
+    groups: Groups
+    inner: Assignment
 
-    return assign
+    def __call__(self, i: np.ndarray, j: np.ndarray, group: np.ndarray | int) -> np.ndarray:
+        context = self.inner(self.groups.context(i), self.groups.context(j))
+        return self.groups.cache_owner(np.asarray(group), context)
 
 
 PASS_QUERY = "pass-query"  # the planner considers it only if keys have another layout than queries
@@ -67,3 +71,8 @@ CIRCULATIONS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "blocks": lambda world: dict.fromkeys(Direction, blocks(world, math.isqrt(world))),
     PASS_QUERY: lambda world: dict.fromkeys(Direction, columns),
 }
+
+
+def circulating(circulate: str, direction: Direction, groups: Groups, world: int) -> HeadsFirst:
+    """Return the assignment of one pass over ``world`` ranks; ``circulate`` is a name of :data:`CIRCULATIONS`."""
+    return HeadsFirst(groups, CIRCULATIONS[circulate](world // groups.query)[direction])

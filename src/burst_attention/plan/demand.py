@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from .assignment import Cube
+from .assignment import Cube, HeadsFirst
 from .chunks import Chunks, in_chunks, turn_of
 from .groups import Groups, Ranks
 from .layout import Layout
@@ -33,9 +33,8 @@ class PassSpec:
     groups: Groups
     route: Route
     direction: Direction
-    tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by wanted pairs, shared by all passes
-    by_slices: bool = False  # the rank that computes a pair depends only on the pair's sequence groups
     keys: Layout | None = None  # of the keys, if they differ from the queries
+    tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by wanted pairs, shared by all passes
 
     @cached_property
     def layouts(self) -> Mapping[Side, Layout]:
@@ -61,6 +60,11 @@ class PassSpec:
         return chunks.rows(owner, place) if isinstance(chunks, Chunks) else Rows.all(chunks.lengths[owner])
 
     @property
+    def alike(self) -> int:
+        """How many neighbours the first represents: which rank computes a pair may depend on sequence groups alone."""
+        return self.groups.query if isinstance(self.cube, HeadsFirst) else 1
+
+    @property
     def fetched_before(self) -> bool:
         """Whether this is a backward whose inputs the forward cached."""
         return self.groups.keep and self.direction is Direction.BACKWARD
@@ -71,32 +75,35 @@ class PassSpec:
         ``rank``: return only the cells that this rank must know: those that it owns, computes or caches, and those that
         it may forward. It forwards within its node; along a path it may forward all.
         """
-        world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
         table = self._table(self._wanted(known_by))
-        group = np.zeros(len(table), np.int64)
-        if groups.query > 1:
-            i, j = self.owner(table[:, 0]), self.owner(table[:, 1])
-            known = [self._concerns(known_by, i, j, n) for n in range(groups.query)]
-            group = np.repeat(np.arange(groups.query), [mine.sum() for mine in known])
-            table = np.concatenate([table[mine] for mine in known])
-        i, j = table[:, 0], table[:, 1]
-        own = [self.owner(chunk) for chunk in (i, j)]
-        of_group = [group == g for g in range(groups.query)]
-        ranks = np.concatenate([self.cube(own[0][at], own[1][at], g) for g, at in enumerate(of_group)])
-        query, key = (
-            self.route.distance(groups, x, ranks, world, turn=self.turn(y)) for x, y in zip(own, (i, j), strict=True)
-        )
+        i, j = (self.owner(chunk) for chunk in (table[:, 0], table[:, 1]))
+        known = [np.flatnonzero(self._concerns(known_by, i, j, group)) for group in range(self.groups.query)]
+        group = np.repeat(np.arange(len(known)), [len(these) for these in known])
+        columns = table.T.take(np.concatenate(known), 1)
+        i, j, tiles = columns[0], columns[1], columns[2:].T
+        return Cells(i, j, group, *self.arrivals(i, j, group), tiles)
+
+    def arrivals(self, i: np.ndarray, j: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rank that computes each cell, and the steps at which its query and its key chunk arrive there.
+
+        ``i, j, group``: chunks of queries and keys, and head groups; any cells, as int64 arrays that broadcast.
+        """
+        groups, owners = self.groups, (self.owner(i), self.owner(j))
+        rank = self.cube(*owners, group)
+        query, key = (self.distance(x, rank, self.turn(chunk)) for x, chunk in zip(owners, (i, j), strict=True))
         if self.fetched_before:  # the query side's gradients start at their owner, the inputs at the cache
-            kept = [groups.cache_owner(group, groups.context(owner)) for owner in own]
-            before = [self.route.distance(groups, source, ranks, world) for source in kept]
+            before = [self.distance(groups.cache_owner(group, groups.context(owner)), rank) for owner in owners]
             query, key = np.maximum(query, before[0]), before[1]
-        return Cells(i, j, group, ranks, query, key, table[:, 2:])
+        return rank, query, key
+
+    def distance(self, source: np.ndarray, rank: np.ndarray, turn: np.ndarray | int = 0) -> np.ndarray:
+        """Return the step at which data from ``source`` reaches ``rank``; ``turn``: of its chunk."""
+        return self.route.distance(self.groups, source, rank, self.layout.world, turn=turn)
 
     def _wanted(self, rank: int | None) -> np.ndarray:
         """Return the pairs of owners of which ``rank`` must know any cell, bool [W, W], in little memory."""
-        size = self.groups.query if self.by_slices else 1
-        first = np.arange(0, self.layout.world, size)  # a sequence group's first rank represents it
+        size, first = self.alike, np.arange(0, self.layout.world, self.alike)
         wanted = np.zeros((len(first), len(first)), bool)
         for begin in range(0, len(first), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
@@ -116,11 +123,13 @@ class PassSpec:
         if rank is None:
             return np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
         groups = self.groups
-        known = (i == rank) | (j == rank) | np.isin(self.cube(i, j, group), self.route.mates(rank))
+        user = self.cube(i, j, group)
+        known = (i == rank) | (j == rank) | np.isin(user, self.route.mates(rank))
         if groups.query > 1:  # cells that it caches, or whose partial results it forwards
-            alike = self.cube(i, j, group) % groups.query == rank % groups.query
             own = groups.context(rank)
-            known |= alike & ((groups.context(i) == own) | (groups.context(j) == own))
+            known |= (user % groups.query == rank % groups.query) & (
+                (groups.context(i) == own) | (groups.context(j) == own)
+            )
         return known
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
@@ -195,11 +204,10 @@ class PassSpec:
 
     def _ranks(self, side: Side, owner: int, part: int) -> np.ndarray:
         """Return the ranks that would compute cells of this key under a full mask."""
-        step = self.groups.query if self.by_slices else 1  # then a sequence group's first rank represents it
-        asked = side, owner // step, part
+        asked = side, owner // self.alike, part
         if asked not in self._ranks_of:
-            others = np.arange(0, self.layout.world, step)
-            one = np.full_like(others, owner // step * step)
+            others = np.arange(0, self.layout.world, self.alike)
+            one = np.full_like(others, owner // self.alike * self.alike)
             pairs = (one, others) if side is Side.QUERY else (others, one)
             groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
             self._ranks_of[asked] = np.unique([self.cube(*pairs, g) for g in groups])

@@ -114,12 +114,8 @@ class Route:
         away, later = self._by_distance(key, uses, groups, world), groups.in_flight
         if not self.ring:
             for members in self._by_node(away, key.owner):
-                *rest, (_, gate) = sorted(members, key=lambda member: (uses[member[1]].last, member))
-                step = max([uses[rank].last + later for _, rank in rest] + [uses[gate].last + later - 1])
-                for _, rank in rest:
-                    yield Edge(uses[rank].last + later, rank, gate, key, uses[rank].rows, True, True)
-                rows = Rows.union(uses[rank].rows for _, rank in members)
-                yield Edge(step + 1, gate, key.owner, key, rows, True, False, finished)
+                users = {rank: uses[rank] for _, rank in sorted(members, key=lambda each: (uses[each[1]].last, each))}
+                yield from _through([*users][-1], key, users, later, exact=True, finished=finished)
             return
         first = min((distance for distance, _ in away), default=world)
         # Hops follow one another from the first user on. None starts before its rank and those behind it are done.
@@ -191,14 +187,20 @@ class Route:
             cache_owner = groups.cache_owner(rank % groups.query, groups.context(key.owner))
             by_keeper.setdefault(cache_owner, {})[rank] = uses[rank]
         for cache_owner, users in by_keeper.items():
-            step = 0
-            for rank, use in users.items():
-                step = max(step, use.last + groups.in_flight - (rank == cache_owner))
-                if rank != cache_owner:
-                    yield Edge(use.last + groups.in_flight, rank, cache_owner, key, use.rows, True)
-            if cache_owner != key.owner:
-                rows = Rows.union(use.rows for use in users.values())
-                yield Edge(step + 1, cache_owner, key.owner, key, rows, True, False, finished)
+            yield from _through(cache_owner, key, users, groups.in_flight, exact=False, finished=finished)
+
+
+def _through(
+    relay: int, key: Key, users: Mapping[int, Use], later: int, *, exact: bool, finished: bool
+) -> Iterator[Edge]:
+    """Yield the edges that bring partials to ``relay``, ``later`` steps after their last use, and from it home."""
+    for rank, use in users.items():
+        if rank != relay:
+            yield Edge(use.last + later, rank, relay, key, use.rows, True, exact)
+    if relay != key.owner:
+        step = max(use.last + later - (rank == relay) for rank, use in users.items())
+        rows = Rows.union(use.rows for use in users.values())
+        yield Edge(step + 1, relay, key.owner, key, rows, True, False, finished)
 
 
 def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int]:

@@ -144,6 +144,10 @@ class Union:
         """Number of intervals of each key."""
         return np.diff(self._cuts)
 
+    def under(self, keys: np.ndarray) -> Union:
+        """Unite the sets that have the same of these new keys, int [N]."""
+        return Union.of(np.repeat(keys, self.intervals), self.starts, self.stops)
+
     def sets(self) -> Iterator[tuple[int, Rows]]:
         """Yield each key with its rows."""
         for n, key in enumerate(self.keys.tolist()):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import cost
-from .assignment import CIRCULATIONS, heads
+from .assignment import circulating
 from .build import Builder
 from .demand import PassSpec
 from .groups import WHOLE, Groups
@@ -133,11 +133,9 @@ class Schedule:
 
     def work(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> PassSpec:
         """Return the specification of one pass, for all ranks."""
-        contexts = self.layout.world // groups.query
-        cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
+        cube = circulating(circulate, direction, groups, self.layout.world)
         tables = self.memo.setdefault("tables", {})
-        spread = self.layout, self.regions, cube, groups, self.route, direction
-        return PassSpec(*spread, tables=tables, by_slices=True, keys=self.keys)
+        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self.keys, tables)
 
     def slice_length(self, groups: Groups) -> int:
         """Count the tokens of this rank's sequence group."""

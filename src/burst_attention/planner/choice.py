@@ -308,7 +308,7 @@ def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int, *
     wire = Wire(preset("cpu"), np.zeros(traffic.world, np.int64))
     for name in (*names, "nearest"):
         both = passes(traffic, shape, name, WHOLE, wire)[: 1 + grad]
-        areas = [traffic.areas(one.inner, WHOLE, 0).max(initial=0) for one in both]
+        areas = [one.areas(0).max(initial=0) for one in both]
         busiest[name] = np.dot(areas, (1, 2.5)[: 1 + grad])
         moved[name] = sum(int(one.messages(bytes_only=True).size.sum()) for one in both)
     least = min(busiest[name] for name in names)

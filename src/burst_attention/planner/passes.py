@@ -13,10 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..plan.assignment import CIRCULATIONS, Assignment
-from ..plan.chunks import turn_of
+from ..plan.assignment import circulating
 from ..plan.cost import Shape
+from ..plan.demand import PassSpec
 from ..plan.groups import Groups
+from ..plan.route import ROUTES
 from ..plan.rows import Direction, Payload, Side, Union
 from .timing import Computing, Timed, Wire, timed
 from .traffic import PARTIAL, RELAYED, SHARD, Columns, Messages, TrafficModel
@@ -26,9 +27,9 @@ RUNS = 1.5  # mean runs of positions per segment of a shard while a sequence gro
 Estimate = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # launches, visits, folded rows of queries, of keys
 
 
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One pass over direct routes.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pass(PassSpec):
+    """One pass over direct routes, and what it costs.
 
     Axes: N pairs of shards or of their chunks, C chunks of all shards, G head groups (or a sample of the U head
     groups), R sequence groups, T steps.
@@ -36,13 +37,10 @@ class Pass:
 
     whole: TrafficModel  # of shards
     shape: Shape
-    direction: Direction
-    inner: Assignment
-    groups: Groups
     wire: Wire
     calls: int = 1  # in a row, which overlap
 
-    @property
+    @cached_property
     def traffic(self) -> TrafficModel:
         """The traffic model of the parts that are sent separately."""
         return self.whole.for_groups(self.groups)
@@ -52,22 +50,7 @@ class Pass:
         """Number of sequence groups."""
         return self.whole.world // self.groups.query
 
-    @property
-    def fetched_before(self) -> bool:
-        """Whether inputs start where the forward cached them."""
-        return self.groups.keep and self.direction is Direction.BACKWARD
-
     # When cells are computed
-
-    @cached_property
-    def _owners(self) -> list[np.ndarray]:
-        return [self.traffic.owner(chunk) for chunk in (self.traffic.pairs.i, self.traffic.pairs.j)]
-
-    @cached_property
-    def user(self) -> np.ndarray:
-        """The sequence group that computes each pair, [N]."""
-        user: np.ndarray = self.inner(*map(self.groups.context, self._owners))
-        return user
 
     @cached_property
     def sampled(self) -> np.ndarray:
@@ -81,24 +64,19 @@ class Pass:
         return np.abs(self.sampled - np.arange(self.groups.query)[:, None]).argmin(1)
 
     @cached_property
-    def arrivals(self) -> tuple[np.ndarray, np.ndarray]:
-        """The steps at which the query's and the key's shard of each cell arrive, [G, N] each."""
-        groups, pairs, world, group = self.groups, self.traffic.pairs, self.whole.world, self.sampled[:, None]
-        rank = groups.cache_owner(group, self.user)
-        query, key = (
-            groups.distance(owner, rank, world, turn=turn_of(chunk, self.traffic.chunks, self.direction))
-            for owner, chunk in zip(self._owners, (pairs.i, pairs.j), strict=True)
-        )
-        if self.fetched_before:
-            kept = [groups.cache_owner(group, groups.context(owner)) for owner in self._owners]
-            before = [groups.distance(source, rank, world) for source in kept]
-            query, key = np.maximum(query, before[0]), before[1]
-        return query, key
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The ranks that compute the cells of all pairs, and the steps at which their sides arrive, [G, N] each."""
+        return self.arrivals(self.traffic.pairs.i, self.traffic.pairs.j, self.sampled[:, None])
 
     @cached_property
     def step(self) -> np.ndarray:
         """The step at which each cell is computed, [G, N]."""
-        return np.maximum(*self.arrivals)
+        return np.maximum(*self._cells[1:])
+
+    @cached_property
+    def user(self) -> np.ndarray:
+        """The sequence group that computes each pair, [N]."""
+        return self.groups.context(self._cells[0][0])
 
     @cached_property
     def last_step(self) -> int:
@@ -120,24 +98,27 @@ class Pass:
     def rows(self, side: Side) -> np.ndarray:
         """Count the rows of each chunk that the ranks of each sequence group need, int64 [C, R]."""
         own, other, union = self.traffic.by_context(self.groups.query, side)
-        mine = self.groups.context(self.traffic.owner(own))
-        user = self.inner(mine, other) if side is Side.QUERY else self.inner(other, mine)
+        user = self._user(side, self.groups.context(self.owner(own)), other)
         return self._counted(own, user, union, apart=bool((user == other).all()))
 
     def _counted(self, own: np.ndarray, user: np.ndarray, union: Union, *, apart: bool = False) -> np.ndarray:
         """Count rows by chunk and user, [C, R]; ``apart``: no chunk and user occur twice."""
         rows = np.zeros((self.traffic.parts, self.contexts), np.int64)
-        if apart:
-            rows[own, user] = union.counts
-        else:
-            at = np.repeat(np.arange(len(own)), union.intervals)
-            joined = Union.of((own * self.contexts + user)[at], union.starts, union.stops)
-            rows.flat[joined.keys] = joined.counts
+        if not apart:
+            union = union.under(own * self.contexts + user)
+            own, user = np.divmod(union.keys, self.contexts)
+        rows[own, user] = union.counts
         return rows
+
+    def _user(self, side: Side, own: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the sequence group that computes the pairs of two: ``own`` on ``side``, and ``other``."""
+        own, other = self.groups.query * own, self.groups.query * other  # their first ranks
+        rank = self.cube(own, other, 0) if side is Side.QUERY else self.cube(other, own, 0)
+        return self.groups.context(rank)
 
     @cached_property
     def _owner(self) -> np.ndarray:
-        return self.traffic.owner(np.arange(self.traffic.parts)[:, None])
+        return self.owner(np.arange(self.traffic.parts)[:, None])
 
     def _rank(self, context: np.ndarray) -> np.ndarray:
         """Return the ranks of sequence groups [C, R], by head group: [U, C, R]."""
@@ -151,15 +132,14 @@ class Pass:
         """Return the columns of :class:`Messages` for shards."""
         groups, traffic, contexts = self.groups, self.traffic, np.arange(self.contexts)
         owner, user, home = self._owner, self._rank(contexts), self.groups.context(self._owner)
-        turn = turn_of(np.arange(traffic.parts)[:, None], traffic.chunks, self.direction)
-        distance = groups.distance(owner, user, traffic.world, turn=turn)
+        distance = self.distance(owner, user, self.turn(np.arange(traffic.parts)[:, None]))
         if not self.fetched_before:
             if groups.keep:
                 rows = np.where(contexts == home, traffic.lengths[side][:, None], rows)
             return [(distance, owner, user, rows * self._bytes(side), SHARD)]
         slices = rows.reshape(self.contexts, -1, self.contexts).sum(1)
         cache_owner = self._rank(contexts[:, None])
-        far = groups.distance(cache_owner, user, traffic.world)
+        far = self.distance(cache_owner, user)
         kept = far, cache_owner, user, slices * self._bytes(side, payload=Payload.INPUTS), SHARD
         if side is Side.KEY:
             return [kept]
@@ -175,8 +155,8 @@ class Pass:
             return [(leaves, user, owner, rows * partial, PARTIAL)]
         own, _, union = self.traffic.by_context(groups.query, side)
         all_rows = self._counted(own, 0 * own, union)[:, :1]  # that any rank needs
-        grid = self.inner(contexts[:, None], contexts)
-        one_user = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
+        grid = self._user(side, contexts[:, None], contexts)
+        one_user = (grid == grid[:, :1]).all(1)
         shared = groups.query > groups.count(side)
         whole, here, cache_owner = one_user[home] & (not shared), contexts == home, self._rank(home)
         ready = np.where(last < 0, 0, leaves - here).max(2, keepdims=True)
@@ -249,8 +229,8 @@ class Pass:
             return launches, here, folded, by_step(rows[Side.KEY])
         if self.groups.query == 1:
             return by_step(pairs.tiles), cells, by_step(rows[Side.QUERY]), by_step(rows[Side.KEY])
-        is_new = self.arrivals[0] == self.step
-        new, old = is_new, (self.arrivals[1] == self.step) & ~is_new
+        new, key_is_new = (arrival == self.step for arrival in self._cells[1:])
+        old = key_is_new & ~new
         counts = [by_step(these) for these in (new, old)]
         some = sum(np.minimum(count, 1) for count in counts)
         if self.groups.chunks:
@@ -306,10 +286,15 @@ class Pass:
 
     # Predictions
 
+    def areas(self, block: float) -> np.ndarray:
+        """Return the (query, key) pairs of one head group that each sequence group computes, float64 [R]."""
+        user = self.groups.context(self.cube(self.whole.pairs.i, self.whole.pairs.j, 0))
+        return np.bincount(user, self.whole.computed(self.groups, block), self.contexts)
+
     def computing(self) -> float:
         """Return a lower bound of the seconds that the busiest rank computes, or that ranks need on shared cores."""
         overhead = self.wire.rates.overhead
-        areas = self.whole.areas(self.inner, self.groups, overhead.block)
+        areas = self.areas(overhead.block)
         shared = areas.sum() * self.groups.query / overhead.at_once if self.wire.shares_cores else 0.0
         return max(float(areas.max(initial=0.0)), float(shared)) * self._per_cell + overhead.call
 
@@ -341,5 +326,10 @@ def passes(
     traffic: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
 ) -> list[Pass]:
     """Return a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
-    inner = CIRCULATIONS[circulate](traffic.world // groups.query)
-    return [Pass(traffic, shape, direction, inner[direction], groups, wire, calls) for direction in Direction]
+
+    def one(direction: Direction) -> Pass:
+        cube, route = circulating(circulate, direction, groups, traffic.world), ROUTES["direct"]
+        spread = traffic.layout, traffic.regions, cube, groups, route, direction, traffic.keys
+        return Pass(*spread, whole=traffic, shape=shape, wire=wire, calls=calls)
+
+    return [one(direction) for direction in Direction]

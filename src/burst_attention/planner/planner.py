@@ -231,14 +231,18 @@ class Planner:
 
     def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
         """Predict a forward and a backward on any route; many ranks are extrapolated from two smaller worlds."""
-        world, direct = schedule.layout.world, schedule.route.direct
-        most = MOST_ON_PAPER if direct else MOST_BY_EDGES
-        if world > max(most, groups.query) and schedule.keys is None:
-            worlds = *two_worlds(groups, circulate, min(most, STANDING)), world
-            smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
-            found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
-            slices = [ranks // groups.query for ranks in worlds]
-            return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+        world, most = schedule.layout.world, MOST_ON_PAPER if schedule.route.direct else MOST_BY_EDGES
+        if world <= max(most, groups.query) or schedule.keys is not None:
+            return self.simulated(schedule, shape, circulate, groups)
+        worlds = *two_worlds(groups, circulate, min(most, STANDING)), world
+        smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
+        found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
+        slices = [ranks // groups.query for ranks in worlds]
+        return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+
+    def simulated(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
+        """Simulate all ranks in a forward and a backward on any route."""
+        direct = schedule.route.direct
         return [
             one.run(None if direct else edge_messages(schedule.work(circulate, one.direction, groups), shape))
             for one in self.passes(schedule, shape, circulate, groups)

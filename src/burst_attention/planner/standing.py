@@ -139,6 +139,6 @@ def extended(few: Timed, many: Timed, slices: Sequence[int], circulate: str) -> 
         return float(b + (axis[2] - axis[1]) * (b - a) / (axis[1] - axis[0]))
 
     computing, launches = at("computing", whole), at("launches", whole)
-    sent = {name: round(max(0.0, at(name))) for name in ("inside", "across")}
+    sent = {name: round(max(0.0, at(name))) for name in ("inside", "across", "mean_inside", "mean_across")}
     seconds = computing + max(many.exposed, at("exposed"))
     return Timed(seconds=seconds, computing=computing, visits=at("visits"), launches=launches, **sent)

@@ -88,6 +88,8 @@ class Timed:
     launches: float  # of the rank with the most
     inside: float  # bytes inside of a node, of the rank that sends or receives the most
     across: float  # bytes across nodes, of the rank that sends or receives the most
+    mean_inside: float = 0.0  # bytes that a rank sends inside of its node, mean over ranks
+    mean_across: float = 0.0  # bytes that a rank sends across nodes, mean over ranks
 
     @property
     def exposed(self) -> float:
@@ -110,6 +112,7 @@ def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1, in
         least = max(float(computed.max()), float(shared), wire.least(messages))
         alone -= max(0.0, min(float(outer[slowest]), alone - least)) * (1 - 1 / calls)
     inside, across = wire.moved(messages)
+    sent = np.bincount(wire.across(messages), messages.size, 2) / len(wire.nodes)
     return Timed(
         seconds=alone + extra.call,
         computing=min(busy, alone) + extra.call,
@@ -117,6 +120,8 @@ def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1, in
         launches=float(work.launches.sum(1).max()),
         inside=inside,
         across=across,
+        mean_inside=float(sent[0]),
+        mean_across=float(sent[1]),
     )
 
 

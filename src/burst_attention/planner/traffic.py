@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ..plan.assignment import Assignment
 from ..plan.band import band_area
 from ..plan.chunks import in_chunks
 from ..plan.cost import Shape
@@ -136,8 +135,8 @@ class TrafficModel:
                 own, other = (i, j) if side is Side.QUERY else (j, i)
             else:
                 own, other, finer = self.by_context(1, side)
-                at, contexts = np.repeat(np.arange(len(own)), finer.intervals), self.world // size
-                union = Union.of(own[at] * contexts + self.owner(other[at]) // size, finer.starts, finer.stops)
+                contexts = self.world // size
+                union = finer.under(own * contexts + self.owner(other) // size)
                 own, other = np.divmod(union.keys, contexts)
             self._rows[size, side] = own, other, union
         return self._rows[size, side]
@@ -151,11 +150,6 @@ class TrafficModel:
         finer = groups.chunk_count / self.chunks  # this model has whole shards, but the tiles will be of chunks
         beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)
         return self.pairs.area + beyond
-
-    def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
-        """Return the (query, key) pairs of one head group that each sequence group computes, float64 [R]."""
-        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
-        return np.bincount(user, self.computed(groups, block), self.world // groups.query)
 
     def rows_leaving(self, nodes: Sequence[int], *, by_nodes: bool) -> int:
         """Count the key rows that leave the busiest node if a shard goes to each rank, or node, that needs it."""

@@ -23,7 +23,6 @@ from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
 from burst_attention.planner.rates import Rates
 from burst_attention.planner.standing import MOST_BY_EDGES, extended, two_worlds
 from burst_attention.planner.timing import Timed
-from burst_attention.planner.traffic import edge_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class AttentionStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Figures of a forward and a backward. ``inside`` and ``across`` of a pass are means over ranks, in bytes."""
+    """Figures of a forward and a backward."""
 
     forward: Timed
     backward: Timed
@@ -129,16 +128,8 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
 
 
 def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
-    """Simulate a forward and a backward step by step, as :meth:`Schedule.timed` does."""
-    schedule, passes = setting.schedule(way.strategy), []
-    wire, *_ = setting.planner.wires(setting.world)
-    for one in setting.planner.passes(schedule, setting.shape, way.circulate, way.groups):
-        work = None if schedule.route.direct else schedule.work(way.circulate, one.direction, way.groups)
-        sent = one.messages() if work is None else edge_messages(work, one.shape)
-        kind = wire.across(sent)
-        inside, across = (float(sent.size[kind == n].sum()) / setting.world for n in (0, 1))
-        passes.append(replace(one.run(sent), inside=inside, across=across))
-    return passes
+    """Simulate a forward and a backward step by step, on all ranks."""
+    return setting.planner.simulated(setting.schedule(way.strategy), setting.shape, way.circulate, way.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +179,7 @@ def tensor(setting: Workload, hidden: int) -> Call:
     moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))
 
     def both(one: Timed) -> Timed:
-        inside, across = one.inside + 4 * moved.inside, one.across + 4 * moved.across
-        return replace(one, seconds=one.seconds + 4 * moved.seconds, inside=inside, across=across)
+        inside, across = one.mean_inside + 4 * moved.inside, one.mean_across + 4 * moved.across
+        return replace(one, seconds=one.seconds + 4 * moved.seconds, mean_inside=inside, mean_across=across)
 
     return replace(call, forward=both(call.forward), backward=both(call.backward))

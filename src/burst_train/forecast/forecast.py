@@ -238,7 +238,7 @@ class PredictedStep:
             way=self.way,
             **parts,
             exposed=self._of_calls("exposed", remat),
-            sent={"attention": (self._of_calls("inside", remat), self._of_calls("across", remat))}
+            sent={"attention": (self._of_calls("mean_inside", remat), self._of_calls("mean_across", remat))}
             | {"parameters": (moved.inside, moved.across)}
             | ({"tensor": (sums.inside, sums.across)} if q.tensor_parallel > 1 else {}),
             memory=memory,

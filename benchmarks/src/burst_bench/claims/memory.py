@@ -13,12 +13,13 @@ import math
 from dataclasses import dataclass, replace
 
 from burst_attention import Mask
+from burst_attention.attention import peak_bytes
 from burst_attention.attention.hardware import shape_of
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Planner
-from burst_train.forecast.footprint import peak_of, walked
+from burst_train.forecast.footprint import walked
 
 from ..arguments import CallArguments, asked
 from ..harness.calls import Ours, memory_peaks
@@ -34,7 +35,7 @@ def predicted(world: int, workload: Workload) -> int:
     shape = shape_of(workload.torch_dtype, batch=1, **sizes)
     dtype, chosen = workload.torch_dtype, planner.decide(schedule, shape)
     ranks = (replace(schedule, rank=rank) for rank in walked(world))
-    return max(peak_of(each, shape, dtype, chosen, direction) for each in ranks for direction in Direction)
+    return max(peak_bytes(each, shape, dtype, chosen, direction) for each in ranks for direction in Direction)
 
 
 PEAK, PREDICTED, ALONE = "peak per rank, MiB", "predicted", "in and out alone, MiB"
