@@ -1,8 +1,8 @@
 """One pass of a call: what all ranks send, receive and compute at each step, and a simulation of the steps.
 
-The planner uses it before any program exists. Its messages equal :meth:`~burst_attention.plan.demand.PassSpec.edges`; a
-test compares them. Arrays replace objects, which would be too many for hundreds of ranks. The number of tiles is an
-estimate once several shards share a buffer.
+The planner uses it before any program exists. :class:`~burst_attention.plan.demand.PassSpec` says which rank computes a
+cell, and when. Messages equal its edges; a test compares them. Arrays replace objects, which would be too many for
+hundreds of ranks. The number of tiles is an estimate once several shards share a buffer.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Pass(PassSpec):
     def _stretch(self, chunk: np.ndarray) -> np.ndarray:
         """Return equal numbers for chunks that arrive together: same sequence group, same place in the shard."""
         chunks = self.traffic.chunks
-        return self.groups.context(self.traffic.owner(chunk)) * chunks + chunk % chunks
+        return self.groups.context(self.owner(chunk)) * chunks + chunk % chunks
 
     def _runs(self, side: Side) -> np.ndarray:
         """Count the runs of consecutive positions in chunks that a sequence group sends together."""

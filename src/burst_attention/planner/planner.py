@@ -44,7 +44,7 @@ from .standing import (
     MOST_BY_EDGES,
     MOST_ON_PAPER,
     STANDING,
-    extended,
+    extrapolated,
     few_nodes,
     representative,
     shortened,
@@ -234,11 +234,13 @@ class Planner:
         world, most = schedule.layout.world, MOST_ON_PAPER if schedule.route.direct else MOST_BY_EDGES
         if world <= max(most, groups.query) or schedule.keys is not None:
             return self.simulated(schedule, shape, circulate, groups)
+
+        def smaller(ranks: int) -> list[Timed]:
+            planner, representing = self._over(schedule, ranks)
+            return planner.timed(representing, shape, circulate, groups)
+
         worlds = *two_worlds(groups, circulate, min(most, STANDING)), world
-        smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
-        found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
-        slices = [ranks // groups.query for ranks in worlds]
-        return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+        return extrapolated(smaller, worlds, groups, circulate)
 
     def simulated(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
         """Simulate all ranks in a forward and a backward on any route."""

@@ -9,7 +9,7 @@ grow with the number of sequence groups. So the fastest strategy hardly depends 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isqrt, lcm, log2
 
@@ -123,6 +123,14 @@ def two_worlds(groups: Groups, circulate: str, most: int) -> tuple[int, int]:
         return cut * (side // 2) ** 2, cut * side**2
     slices = max(2, most // cut // 2)
     return cut * slices, cut * 2 * slices
+
+
+def extrapolated(
+    simulate: Callable[[int], Sequence[Timed]], worlds: Sequence[int], groups: Groups, circulate: str
+) -> list[Timed]:
+    """Simulate a forward and a backward on the first two of three numbers of ranks; extrapolate them to the last."""
+    slices, found = [ranks // groups.query for ranks in worlds], map(simulate, worlds[:2])
+    return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
 
 
 def extended(few: Timed, many: Timed, slices: Sequence[int], circulate: str) -> Timed:

@@ -76,8 +76,8 @@ class TrafficModel:
 
     def __init__(self, layout: Layout, regions: np.ndarray, *, keys: Layout | None = None, chunks: int = 1) -> None:
         self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
-        self.keys, self.layouts = keys, {Side.QUERY: layout, Side.KEY: keys or layout}
-        self.cuts = {side: in_chunks(one, chunks) for side, one in self.layouts.items()}
+        self.keys = keys
+        self.cuts = {Side.QUERY: in_chunks(layout, chunks), Side.KEY: in_chunks(keys or layout, chunks)}
         self.lengths = {side: np.array(cut.lengths) for side, cut in self.cuts.items()}
         self.parts = self.world * chunks  # shards, or their chunks
         self._table = region_tiles(self.cuts[Side.QUERY], self.cuts[Side.KEY], regions)
@@ -92,10 +92,6 @@ class TrafficModel:
         if count not in self._finer:
             self._finer[count] = TrafficModel(self.layout, self.regions, keys=self.keys, chunks=count)
         return self._finer[count]
-
-    def owner(self, chunk: np.ndarray) -> np.ndarray:
-        """Return the owner of a chunk's shard."""
-        return chunk // self.chunks
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -136,7 +132,7 @@ class TrafficModel:
             else:
                 own, other, finer = self.by_context(1, side)
                 contexts = self.world // size
-                union = finer.under(own * contexts + self.owner(other) // size)
+                union = finer.under(own * contexts + other // (self.chunks * size))
                 own, other = np.divmod(union.keys, contexts)
             self._rows[size, side] = own, other, union
         return self._rows[size, side]

@@ -21,7 +21,7 @@ from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
 from burst_attention.planner.rates import Rates
-from burst_attention.planner.standing import MOST_BY_EDGES, extended, two_worlds
+from burst_attention.planner.standing import MOST_BY_EDGES, extrapolated, two_worlds
 from burst_attention.planner.timing import Timed
 
 
@@ -121,9 +121,9 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
             f"--nodes of {setting.per_node} ranks each are too large: more than {most} ranks are extrapolated from "
             f"{worlds[0]} and {worlds[1]} ranks, which must fill two nodes at least; give more --nodes"
         )
-    found = (simulations(way, setting.over(world)) for world in worlds)
-    slices = [world // way.groups.query for world in (*worlds, setting.world)]
-    forward, backward = (extended(few, many, slices, way.circulate) for few, many in zip(*found, strict=True))
+    forward, backward = extrapolated(
+        lambda world: simulations(way, setting.over(world)), (*worlds, setting.world), way.groups, way.circulate
+    )
     return Call(forward=forward, backward=backward, standing=worlds)
 
 
