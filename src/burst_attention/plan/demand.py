@@ -61,7 +61,7 @@ class PassSpec:
 
     @property
     def alike(self) -> int:
-        """How many neighbours the first represents: which rank computes a pair may depend on sequence groups alone."""
+        """How many neighbouring owners are assigned alike, so that the first represents them: a sequence group's."""
         return self.groups.query if isinstance(self.cube, HeadsFirst) else 1
 
     @property
