@@ -317,6 +317,26 @@ def test_a_callers_plan_is_used_and_its_bytes_are_counted(pools):
     pools(2).run(planned)
 
 
+def degrees():
+    """Return the errors of Ulysses degrees that can't split the heads, and the loss of a correct model afterwards."""
+    model, batch, chunks = model_of("llama"), plain(), hf.Memory(attention_chunks=2)
+    plan = make_plan(LENGTH, strategy="ulysses", timeout=30)
+    texts = (
+        refusal(hf.parallelize, model, strategy="ulysses", memory=chunks),
+        refusal(hf.parallelize, model, plan=plan, memory=chunks),
+    )
+    return texts, hf.parallelize(model, strategy="ulysses", timeout=30)(**batch).loss.item() > 0
+
+
+def test_a_degree_that_can_not_split_the_heads_is_refused_before_the_first_call(pools):
+    """In the call itself, ranks would stop within an exchange and their group could not be used again."""
+    for texts, works in pools(4).run(degrees):
+        for text in texts:
+            assert "ulysses_degree=4 can't split 2 query heads and 1 key-value heads" in text
+            assert "memory=Memory(attention_chunks=2)" in text
+        assert works
+
+
 def some_fields():
     batch, model = (
         BATCHES["right padded"](),

@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import PlanCache, Reach
-from burst_attention.attention.hardware import Hardware
+from burst_attention.attention.hardware import CallShape, Hardware
 from burst_attention.attention.new_plan import make_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Meeting
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import check_temperature
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.strategy import Strategy
 
@@ -282,7 +283,22 @@ def _check(
     if left is not None:
         untouched.check_memory(left, memory)
         untouched.warn(left)
+    if plan.world > 1:
+        _check_degree(plan, call_shape(base, memory.attention_chunks, 1 if cut is None else cut.heads))
     return left, form
+
+
+def _check_degree(plan: Plan, shape: CallShape) -> None:
+    """Refuse a fixed Ulysses degree that can't split the heads of a layer's calls."""
+    degree, q_heads, kv_heads = plan.schedule.strategy.ulysses_degree, shape.q_heads, shape.kv_heads
+    if degree == "auto" or q_heads is None or kv_heads is None:
+        return
+    try:
+        Groups.of(degree, q_heads=q_heads, kv_heads=kv_heads)
+    except ValueError as error:
+        chunks = shape.attention_chunks
+        why = f" (a layer's calls have so few by memory=Memory(attention_chunks={chunks}))" if chunks > 1 else ""
+        raise ValueError(f"{error}{why}") from None
 
 
 class _Parallel:
