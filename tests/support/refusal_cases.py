@@ -443,6 +443,7 @@ COMMANDS: Cases = [
     ("burst plan --seq-len 0 --ranks 2", "exit status 2: --seq-len 0 must be at least 2"),
     ("burst plan --seq-len 64 --ranks 2 --device-memory nan", "exit status 2: --device-memory nan must be a number"),
     ("burst plan --seq-len 64 --ranks 2 --model /nope", "exit status 2: --model '/nope': there is no such folder"),
+    ("burst train --model tiny.txt --data tiny.txt", "exit status 2: --model 'tiny.txt' is a file; give the folder"),
     ("burst plan --seq-len 64 --ranks 2 --model llama-9", "exit status 2: --model 'llama-9' is not a preset"),
     ("burst plan --seq-len 64 --ranks 2 --hardware h100", "exit status 2: --hardware h100: rates='h100' is no"),
     ("burst check --ranks 0", "exit status 2: --ranks 0 must be at least 1"),

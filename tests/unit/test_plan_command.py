@@ -100,6 +100,9 @@ def test_what_nobody_asked_for_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert f"{refused}use a number of ranks that does, or another strategy" in out
     assert "--strategy" not in out.split("torchrun")[0], "which was not given"
     assert "step: time of a training step; tokens/s: of all ranks; memory: of a rank at its peak; --remat: " in out
+    unknown = "unknown, as cpu+ethernet-25g names no memory: give a rank's in GB by --device-memory"
+    assert unknown in out.replace("\n", " ")
+    assert "unknown, as" not in reported(capsys, "--seq-len", "65", "--ranks", "2", "--model", "tiny")
     assert "No --hardware" not in reported(capsys, "--seq-len", "65", "--ranks", "2", "--model", "tiny")
 
 

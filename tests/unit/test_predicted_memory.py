@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from burst_attention.attention.footprint import LiveBytes, peak_bytes
 from burst_attention.attention.sweep import DeviceIndices, Sums
@@ -20,6 +21,8 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
 from burst_attention.planner.planner import Planner
+from burst_train.cli.preflight import least_memory
+from burst_train.config import TrainConfig
 from burst_train.forecast.footprint import walked
 
 PLACE, DTYPES = (Side.KEY, 0, 0), np.array([torch.float32, torch.bfloat16], object)
@@ -123,3 +126,16 @@ def test_rows_are_pieces_until_they_meet() -> None:
         right[:, :, more] += 1
         for last in (slice(0, 3), slice(9, 12)):
             assert torch.equal(sums.leave(PLACE, last, (torch.float32,))[0], right[:, :, last]), case
+
+
+def test_adapters_count_before_a_run_starts() -> None:
+    """A rank holds its share of frozen weights and of adapters; gradients and moments are of adapters alone."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    model = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    config = TrainConfig()
+    whole, adapted = (
+        least_memory(replace(config, model=replace(config.model, lora=rank)), model, 2) for rank in (None, 6)
+    )
+    of_rank = 3 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 96) + (96 + 64))  # numbers of a rank-1 adapter
+    assert adapted["weights"] - whole["weights"] == adapted["gradients"] == 4 * 6 * of_rank // 2
+    assert adapted["AdamW"] == 2 * adapted["gradients"]

@@ -179,13 +179,14 @@ def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[dict
 
 def legend(request: ForecastRequest) -> Mapping[str, str]:
     """Return what the columns of :func:`short_rows` mean."""
-    memory = request.cluster.device.memory
+    memory, rates = request.cluster.device.memory, request.cluster.rates.name
+    unknown = f"; unknown, as {rates} names no memory: give a rank's in GB by --device-memory" if memory is None else ""
     return {
         "step": "time of a training step",
         "tokens/s": "of all ranks",
         "memory": "of a rank at its peak" + (f", of {bytes_text(memory)}" if memory else ""),
         "--remat": "what the backward recomputes" + (": the least that fits" if request.remat is None else ""),
-        "verdict": f"fits if it takes at most {USABLE:.0%} of the memory",
+        "verdict": f"fits if it takes at most {USABLE:.0%} of the memory{unknown}",
     }
 
 

@@ -155,17 +155,18 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
 
 def least_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> Mapping[str, int]:
     """Return bytes of what a rank holds of any model at the end of a step; the rest is not predicted."""
+    from ..step.lora import count_adapters
     from ..structure import build_empty
 
     if config.memory.optimizer_offload:
         return {}
     numbers = sum(parameter.numel() for parameter in build_empty(model).parameters()) // world
     size = 8 if config.model.dtype == "float64" else 4
-    weights = {"weights": size * numbers}
+    moments, trained = 2 if config.memory.optimizer == "adamw-8bit" else 2 * size, numbers
     if config.model.lora is not None:  # gradients and moments are of the adapters alone
-        return weights
-    moments = 2 if config.memory.optimizer == "adamw-8bit" else 2 * size
-    return weights | {"gradients": size * numbers, "AdamW": moments * numbers}
+        trained = count_adapters(build_empty(model), config.model.lora) // world
+        numbers += trained
+    return {"weights": size * numbers, "gradients": size * trained, "AdamW": moments * trained}
 
 
 def _first_lines(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from burst_attention.integrations import hf
@@ -22,6 +23,13 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(_config_of(model, rank), model)
+
+
+def count_adapters(empty: nn.Module, rank: int) -> int:
+    """Add adapters to a model without memory for its weights; return how many numbers they hold."""
+    with torch.device("meta"):
+        add_adapters(empty, rank)
+    return sum(parameter.numel() for parameter in empty.parameters() if parameter.requires_grad)
 
 
 def with_adapters(model: Any, weights: dict[str, Tensor], rank: int) -> Any:

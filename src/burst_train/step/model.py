@@ -100,6 +100,8 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
     """
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
         raise ValueError(f"--model {model!r}: there is no such folder")
+    if Path(model).is_file():
+        raise ValueError(f"--model {model!r} is a file; give the folder that holds the model")
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
     try:
