@@ -291,7 +291,7 @@ def _check(
 def _check_degree(plan: Plan, shape: CallShape) -> None:
     """Refuse a fixed Ulysses degree that can't split the heads of a layer's calls."""
     degree, q_heads, kv_heads = plan.schedule.strategy.ulysses_degree, shape.q_heads, shape.kv_heads
-    if degree == "auto" or q_heads is None or kv_heads is None:
+    if not isinstance(degree, int) or q_heads is None or kv_heads is None:
         return
     try:
         Groups.of(degree, q_heads=q_heads, kv_heads=kv_heads)
