@@ -12,6 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading import known
+from tests.distributed import test_hf_parallel
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
@@ -177,6 +178,8 @@ def test_what_is_not_known_is_refused_by_name():
     )
     with pytest.raises(ValueError, match="how to split GPT2Attention: its parts are c_attn"):
         hf.parallelize(gpt2, memory=hf.Memory(attention_chunks=2))
+    with pytest.raises(ValueError, match=r"mlp_chunks=...\) can't split Llama4TextMoe, whose experts take all tokens"):
+        hf.parallelize(test_hf_parallel.model_of("llama4"), memory=hf.Memory(mlp_chunks=2))
     model = model_of("llama")
     with pytest.raises(ValueError, match=r"attention_chunks=3\) can't split the 4 query heads of LlamaAttention"):
         hf.parallelize(model, memory=hf.Memory(recompute="layer", attention_chunks=3, mlp_chunks=2))

@@ -140,6 +140,11 @@ def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
         if name in layer._modules:
             module = layer.get_submodule(name)
             experts = [module.get_submodule(part) for part in _EXPERTS if part in module._modules]
+            if any(known.is_called(each, "Llama4TextExperts") for each in experts):
+                raise ValueError(
+                    f"memory=Memory(mlp_chunks=...) can't split {type(module).__name__}, whose experts take all tokens "
+                    "once for each expert; leave mlp_chunks out"
+                )
             return experts or [module]
     raise ValueError(
         f"memory=Memory(mlp_chunks=...) does not know the feed-forward part of {type(layer).__name__}, whose parts are "
