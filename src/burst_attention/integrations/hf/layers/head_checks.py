@@ -109,15 +109,24 @@ def compare_few(
         leaves = [hidden[:1, :few].detach().clone().requires_grad_()]
         leaves += [x for x in weights_of(module).values() if x.requires_grad]
         own = module.stock_class.forward(module, hidden_states=leaves[0], **arguments)
-        try:
+        with _refusing(refusal, ValueError):
             ours = run(module, leaves[0], arguments)
-            if len(own) != 2 or own[1] is not None or own[0].shape != ours[0].shape:
-                raise refusal("its forward returns other results")
+        if len(own) != 2 or own[1] is not None or own[0].shape != ours[0].shape:
+            raise refusal("its forward returns other results")
+        with _refusing(refusal):
             _compare(few, own[0], ours[0], leaves, refusal)
-        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise refusal(f"some of its heads can't run alone ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def _refusing(refusal: Refusal, *more: type[Exception]) -> Iterator[None]:
+    """Turn errors of a module's code on some of its heads into a refusal."""
+    try:
+        yield
+    except Exception as error:
+        known: tuple[type[Exception], ...] = (RuntimeError, TypeError, AttributeError, IndexError, *more)
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, known):
+            raise
+        raise refusal(f"some of its heads can't run alone ({type(error).__name__}: {error})") from error
 
 
 def _compare(few: int, own: Tensor, ours: Tensor, leaves: Sequence[Tensor], refusal: Refusal) -> None:

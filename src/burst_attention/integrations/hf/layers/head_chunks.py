@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -190,8 +191,9 @@ class Structure:
                 for owner in (twin, twin.config):
                     if getattr(owner, name, None) == self._whole[side]:
                         setattr(owner, name, max(1, self._heads[side] // self.chunks))
-        if getattr(config, "head_dim", None) is None and hasattr(module, "head_dim"):
-            twin.config.head_dim = module.head_dim
+        with suppress(RuntimeError):  # transformers refuses to name one value if layers differ; the module has its own
+            if getattr(config, "head_dim", None) is None and hasattr(module, "head_dim"):
+                twin.config.head_dim = module.head_dim
         twin._modules[self._output] = _Nothing()
         return twin
 

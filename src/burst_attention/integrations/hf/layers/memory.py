@@ -20,7 +20,8 @@ from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
 from ..classes import become, revert
-from ..reading import Kind, Part, Reading, known, read
+from ..reading import Part, Reading, known, read
+from ..reading.parts import ATTENTIONS
 from ..snapshots import Snapshot, inside
 from . import head_chunks
 from .head_chunks import ByHeads
@@ -91,8 +92,8 @@ class Memory:
                 become(module, InTokenChunks, token_chunks=self.mlp_chunks)
         for layer in layers:
             if self.attention_chunks > 1:
-                for part in layer.inside:  # a recurrent layer may be called an attention, too
-                    if known.is_called(part.module, "Attention") and part.kind is not Kind.MIXER:
+                for part in layer.inside:
+                    if part.kind in ATTENTIONS:
                         head_chunks.convert(part.module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
                 recomputed: Any = layer.module
