@@ -78,6 +78,26 @@ def test_any_tile_in_blocks_of_any_size(seed):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
 
 
+@pytest.mark.parametrize("program", ["backward_queries", "backward_keys"])
+@pytest.mark.parametrize("rows", [64, 61])
+def test_blocks_by_descriptors_equal_those_by_addresses(program, rows):
+    """With the tensor memory accelerator: also rows that fill no block, a narrow D, and tensors that it can't read."""
+    kernel, asked = kernel_module.Triton(tuned=False), []
+    kernel.launch = lambda *a, **constants: (asked.append(constants["TMA"]), kernel_module._launch(*a, **constants))
+    for dim, value_dim, reachable in ((24, 40, True), (18, 40, False)):
+        q, k, v, dout = inputs(rows, rows, dim, value_dim, torch.float16, batch=1, heads=(2, 1))
+        lse, delta = torch.randn(2, 1, 2, rows).unbind(0)
+        tiles = Tiles(np.array([[0, 20, 0, rows, 0, 19], [20, rows, 3, 50, -5, 40]]))
+        given = BackwardInputs(dout, q, k, v, lse.abs() + 3, delta, tiles, dim**-0.5)
+        like = (q,) if program == "backward_queries" else (k, v)
+        results = []
+        for tma in (False, True):
+            results.append([torch.empty(x.shape) for x in like])
+            kernel.run_backward(given, tuple(results[-1]), Sizes(32, 32, 4, 1, tma), keys=len(like) == 2)
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        assert asked[-2:] == [False, reachable]
+
+
 def test_blocks_that_fill_the_tensors():
     """64 rows and 64 columns: blocks load without bounds, also where several tiles meet one block."""
     for table in ([(0, 61, 0, 59, -10, 60)], [(0, 20, 0, 20, 0, 19), (20, 61, 20, 59, -5, 40)]):
