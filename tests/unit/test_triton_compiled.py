@@ -21,7 +21,7 @@ from burst_attention.kernels.triton.kernel import OPTIONS
 settings = {"80": (80, "fp16", True, True), "90": (90, "bf16", False, False)}
 capability, io, carry, capped = settings[sys.argv[1]]
 constants = {"D": 72, "E": 64, "BLOCK_D": 128, "BLOCK_E": 64, "M": 64, "N": 32, "CARRY": carry, "CAPPED": capped}
-constants |= {"EVEN": False, "SAME": False}
+constants |= {"EVEN": False, "SAME": False, "TMA": False}
 constants["PRECISION"] = "ieee" if io == "fp32" else "tf32"
 types = dict.fromkeys(("Q", "K", "V", "dOut"), f"*{io}") | dict.fromkeys(("Tiles", "Offsets", "Ids"), "*i64")
 types |= dict.fromkeys(("Out", "Lse", "Delta", "dQ", "dK", "dV"), "*fp32") | {"scale": "fp32", "cap": "fp32"}
@@ -65,6 +65,9 @@ def figures(tmp_path, *flags: str) -> list[dict[str, str]]:
     [
         ("90", ("--head-dims", "128", "--programs", "backward_keys")),
         ("90", ("--head-dims", "128", "--programs", "backward_keys", "--tokens", "16383")),
+        # Rows of 200 bytes, which no descriptor describes: blocks of the same size, by addresses.
+        pytest.param("90", ("--head-dims", "100", "--programs", "backward_queries"), marks=pytest.mark.long),
+        pytest.param("90", ("--head-dims", "100", "--programs", "backward_keys"), marks=pytest.mark.long),
         pytest.param("90", (), marks=pytest.mark.long),
         pytest.param("100", (), marks=pytest.mark.long),
     ],

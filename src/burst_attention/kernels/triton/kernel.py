@@ -105,22 +105,22 @@ class Triton(Kernel):
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
         lse, delta = inputs.lse, inputs.row_delta()
-        tma = sizes.tma and all(describable(x) for x in ((q, dout) if keys else (k, v)))
+        streamed, step = ((0, 3), sizes.m) if keys else ((1, 2), sizes.n)
+        tensors = (q, k, v, dout)
+        tma = sizes.tma and all(describable(tensors[n], step) for n in streamed)
         if keys:  # it loads these in each step
             lse, delta = stats_of(lse, delta, sizes.m, together=tma)
-        tensors = (q, k, v, dout, lse, delta)
-        strides = [n for x in tensors for n in x.stride()[:3]]
+        strides = [n for x in (*tensors, lse, delta) for n in x.stride()[:3]]
         if tma:
-            streamed, step = ((0, 3), sizes.m) if keys else ((1, 2), sizes.n)
             tensors = tuple(described(x, step) if n in streamed else x for n, x in enumerate(tensors))
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
-        other, step = (q.shape[2], sizes.m) if keys else (k.shape[2], sizes.n)
+        other = (q if keys else k).shape[2]
         counts = (heads, q.shape[1] // k.shape[1], length, other)
         program = programs.backward_keys if keys else programs.backward_queries
         fixed = {"CAPPED": self.softcap is not None, "TMA": tma, "EVEN": tma or other % step == 0}
         fixed |= ({} if keys else {"SAME": tma or same(k, v)}) | constants(q, v, sizes)
         grid = grid_of(length, block, batch, heads)
-        self.launch(program, grid, *tensors, *outputs, *tail, *counts, *strides, **fixed)
+        self.launch(program, grid, *tensors, lse, delta, *outputs, *tail, *counts, *strides, **fixed)
 
     def run_forward(
         self,
@@ -200,10 +200,19 @@ def stats_of(lse: Tensor, delta: Tensor, block: int, *, together: bool) -> tuple
     return lse.contiguous(), delta.contiguous()
 
 
-def describable(x: Tensor) -> bool:
-    """Return whether ``x`` [B, H, rows, D] lies as the tensor memory accelerator needs it: in units of 16 bytes."""
-    units = [n * x.itemsize for n in x.stride()[:3]]
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in units)
+def describable(x: Tensor, rows: int) -> bool:
+    """Return whether the tensor memory accelerator can load blocks of ``rows`` of ``x`` [B, H, S, D] as it lies.
+
+    Addresses and strides, and D so that a dense copy lies no worse, are whole units of 16 bytes (CUDA's driver API,
+    cuTensorMapEncodeTiled). A box, up to 128 bytes wide, is no larger than the tensor (pytorch/helion#2555).
+    """
+    units = [n * x.itemsize for n in (*x.stride()[:3], x.shape[3])]
+    if x.data_ptr() % 16 or not all(n > 0 and n % 16 == 0 for n in units) or not x.numel():
+        return False
+    last = sum((count - 1) * n for count, n in zip(x.shape, x.stride(), strict=True))
+    box = min(power_of_two(x.shape[3]), 128 // x.itemsize)
+    # Triton 3.9 adds up the bytes in 32 bits, to work around a driver's fault with small tensors (triton#9235).
+    return x.shape[2] >= rows and x.shape[3] >= box and (last + 1) * x.itemsize < 2**31
 
 
 def described(x: Tensor, rows: int) -> Any:
