@@ -246,6 +246,7 @@ def backward_keys(
             unseen = tl.where((block * N >= k0) & (block * N + N <= k1), unseen, 0)
             top = tl.where((columns >= k0) & (columns < k1), q0 + tl.maximum(0, j + lo), q1)
             end = q0 + tl.minimum(j + hi, rows - 1)
+            inside = tl.maximum(unseen - M + 1 - seen, 0).to(tl.uint32)  # unsigned, so one comparison serves both ends
             begin = first // M * M
             start = begin.to(tl.int64)
             lse_next, delta_next = Lse_h + start * ls, Delta_h + start * es
@@ -275,7 +276,7 @@ def backward_keys(
                 if not TMA:
                     delta = tl.load(delta_next + m * es)
                 ds = p * (dp - delta[None, :]) * slope
-                if (i0 < seen) | (i0 > unseen - M):
+                if (i0 - seen).to(tl.uint32) >= inside:
                     shown = (i[None, :] >= top[:, None]) & (i[None, :] <= end[:, None])
                     p, ds = tl.where(shown, p, 0.0), tl.where(shown, ds, 0.0)
                 dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
