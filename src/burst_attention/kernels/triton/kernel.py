@@ -106,7 +106,7 @@ class Triton(Kernel):
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
         lse, delta = inputs.lse, inputs.row_delta()
         streamed, step = ((0, 3), sizes.m) if keys else ((1, 2), sizes.n)
-        tensors = (q, k, v, dout)
+        tensors: tuple[Any, ...] = (q, k, v, dout)
         tma = sizes.tma and all(describable(tensors[n], step) for n in streamed)
         if keys:  # it loads these in each step
             lse, delta = stats_of(lse, delta, sizes.m, together=tma)
