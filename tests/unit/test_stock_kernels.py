@@ -23,7 +23,7 @@ from torch import Tensor
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.attention import call as attention_call
 from burst_attention.kernels import aten, choose, cudnn_graphs, explain, flash, prove, windowed
-from burst_attention.kernels.contract import BackwardInputs
+from burst_attention.kernels.contract import BackwardInputs, merge_
 from burst_attention.kernels.cudnn_graphs import CudnnGraphs
 from burst_attention.kernels.prove import Remembered, check_against_reference
 from burst_attention.kernels.reference import BLOCK, Reference
@@ -839,9 +839,21 @@ class CarriedWrong(Reference):
         out.copy_(self.forward(q, k, v, tiles, scale)[0])
 
 
+class FewKeysWrong(Reference):
+    continues = True
+
+    def extend(self, q, k, v, tiles, scale, out, lse):
+        merge_(out, lse, *self.forward(q, k, v, tiles, scale))
+
+    def backward(self, inputs):
+        dq, dk, dv = super().backward(inputs)
+        return dq * (1.1 if inputs.k.shape[2] < 64 else 1.0), dk, dv
+
+
 @pytest.mark.parametrize(
     ("kernel", "reported"),
     [
+        (FewKeysWrong, "its dq is wrong"),
         (GradientsWrong, "its dv is wrong"),
         (BlindRowsWrong, "its lse is wrong on this device: relative L2 error inf"),
         (LostWithoutDo, "its dq is wrong"),

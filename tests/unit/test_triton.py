@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burst_attention import Mask
-from burst_attention.kernels import choose
+from burst_attention.kernels import choose, prove
 from burst_attention.kernels.contract import BackwardInputs, blank_output, merge_
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
@@ -76,6 +76,64 @@ def test_any_tile_in_blocks_of_any_size(seed):
     floor = 0.05 * dout.double().norm().item()
     for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (*mine, *grads), right, strict=True):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
+
+
+@pytest.mark.parametrize("program", ["backward_queries", "backward_keys"])
+@pytest.mark.parametrize("rows", [64, 61])
+def test_blocks_by_descriptors_equal_those_by_addresses(program, rows):
+    """With the tensor memory accelerator: also a last block that rows don't fill, and a narrow D."""
+    kernel, asked = kernel_module.Triton(tuned=False), []
+    kernel.launch = lambda *a, **constants: (asked.append(constants["TMA"]), kernel_module._launch(*a, **constants))
+    for dim, value_dim, reachable in ((32, 72, True), (72, 32, True), (24, 72, False)):
+        q, k, v, dout = inputs(rows, rows, dim, value_dim, torch.float16, batch=2, heads=(2, 1))
+        lse, delta = torch.randn(2, 2, 2, rows).unbind(0)
+        tiles = Tiles(np.array([[0, 20, 0, rows, 0, 19], [20, rows, 3, 50, -5, 40]]))
+        given = BackwardInputs(dout, q, k, v, lse.abs() + 3, delta, tiles, dim**-0.5)
+        like = (q,) if program == "backward_queries" else (k, v)
+        results = []
+        for tma in (False, True):
+            results.append([torch.empty(x.shape) for x in like])
+            kernel.run_backward(given, tuple(results[-1]), Sizes(32, 32, 4, 1, tma), keys=len(like) == 2)
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        assert all(x.isfinite().all() and x.any() for x in results[0])
+        assert asked[-2:] == [False, reachable]
+
+
+def test_descriptors_are_left_where_the_accelerator_cannot_load():
+    whole = torch.empty(2, 128, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    describable = kernel_module.describable
+    assert describable(whole, 128) and describable(whole[..., :32], 64) and describable(whole[:, :, 3:], 64)
+    assert not describable(whole, 256), "fewer rows than a block"
+    assert not describable(whole[..., :48], 64) and not describable(whole[..., :24], 64), "narrower than a box"
+    odd = torch.empty(2, 128, 4, 100, dtype=torch.bfloat16).transpose(1, 2)
+    assert not describable(odd, 64), "strides"
+    assert not describable(torch.empty(2, 4, 128, 128, dtype=torch.bfloat16)[..., :100], 64), "a D that is not proved"
+    assert not describable(torch.empty(2 * 128 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 2, 128, 64), 64), "address"
+    assert not describable(whole[:, :1].expand(2, 4, 128, 64), 64), "heads at one place"
+    assert not describable(whole[:, :, :0], 64) and not describable(whole[:0], 64), "empty"
+    for rows, right in ((2**16 - 1, True), (2**16 + 1, False)):  # two GiB
+        assert describable(torch.empty(1, rows, 128, 128, dtype=torch.bfloat16, device="meta"), 64) is right
+
+
+def test_the_proof_loads_by_descriptors_and_by_addresses(monkeypatch):
+    """On a device, ``auto`` refuses wrong results of either."""
+    seen = []
+    record = lambda program, grid, *_, TMA, **__: seen.append((program.__name__, TMA))  # noqa: E731
+
+    def check(kernel, judge, device, tensors, dlse, fixed_order, table):
+        (dout, q, k, v), stats = tensors, torch.ones(tensors[0].shape[:3])
+        given = BackwardInputs(dout, q, k, v, stats, stats, Tiles(np.array(table)), 0.1)
+        for program in ("backward_queries", "backward_keys"):
+            sizes = fixed_sizes(program, (q.shape[3], v.shape[3]), q.dtype, 9)._replace(tma=True)
+            kernel.run_backward(given, (), sizes, keys=program == "backward_keys")
+
+    monkeypatch.setattr(prove, "_check", check)
+    for head_dims in ((64, 64), (96, 96), (128, 128), (128, 64)):
+        seen.clear()
+        prove.check_against_reference(
+            kernel_module.Triton(launch=record), torch.device("cpu"), torch.bfloat16, head_dims
+        )
+        assert set(seen) == {(name, tma) for name in ("backward_queries", "backward_keys") for tma in (False, True)}
 
 
 def test_blocks_that_fill_the_tensors():

@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from burst_bench.claims.compiled import inner_loop
+
+from burst_attention.kernels.triton.tuning import fixed_sizes
 
 pytest.importorskip("triton")
 
@@ -21,7 +24,7 @@ from burst_attention.kernels.triton.kernel import OPTIONS
 settings = {"80": (80, "fp16", True, True), "90": (90, "bf16", False, False)}
 capability, io, carry, capped = settings[sys.argv[1]]
 constants = {"D": 72, "E": 64, "BLOCK_D": 128, "BLOCK_E": 64, "M": 64, "N": 32, "CARRY": carry, "CAPPED": capped}
-constants |= {"EVEN": False, "SAME": False}
+constants |= {"EVEN": False, "SAME": False, "TMA": False}
 constants["PRECISION"] = "ieee" if io == "fp32" else "tf32"
 types = dict.fromkeys(("Q", "K", "V", "dOut"), f"*{io}") | dict.fromkeys(("Tiles", "Offsets", "Ids"), "*i64")
 types |= dict.fromkeys(("Out", "Lse", "Delta", "dQ", "dK", "dV"), "*fp32") | {"scale": "fp32", "cap": "fp32"}
@@ -61,24 +64,29 @@ def figures(tmp_path, *flags: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("capability", "flags"),
+    ("capability", "flags", "count"),
     [
-        ("90", ("--head-dims", "128", "--programs", "backward_keys")),
-        ("90", ("--head-dims", "128", "--programs", "backward_keys", "--tokens", "16383")),
-        pytest.param("90", (), marks=pytest.mark.long),
-        pytest.param("100", (), marks=pytest.mark.long),
+        ("90", ("--head-dims", "128", "--programs", "backward_keys"), 1),
+        ("90", ("--head-dims", "128", "--programs", "backward_keys", "--tokens", "16383"), 1),
+        # Tensors of 2 GiB and more, which no descriptor describes.
+        pytest.param("90", ("--head-dims", "64", "96", "128", "--tokens", f"{2**20}"), 9, marks=pytest.mark.long),
+        pytest.param("90", (), 15, marks=pytest.mark.long),
+        pytest.param("100", (), 15, marks=pytest.mark.long),
     ],
 )
-def test_programs_fit_the_gpu(tmp_path, capability, flags) -> None:
+def test_programs_fit_the_gpu(tmp_path, capability, flags, count) -> None:
     """For head dimensions 64, 96, 128, (192, 128) and 256, and for a length that no block divides."""
     rows = figures(tmp_path, "--capabilities", capability, *flags)
-    assert len(rows) == (1 if flags else 15)
+    assert len(rows) == count
     unit = {"90": "wgmma", "100": "tcgen05"}[capability]
     for row in rows:
         assert int(row[unit]) > 0 and int(row["mma.sync"]) == 0, row
         assert int(row["stack"]) <= 128 and float(row["shared"]) <= 227, row
         if capability == "90" and row["D"] == "128, 128" and row["program"] != "forward":
             assert int(row["stack"]) <= (8 if "--tokens" in flags else 0) and float(row["per product"]) <= 55, row
+        dims = tuple(int(n) for n in row["D"].split(", "))
+        sizes = fixed_sizes(row["program"], dims, torch.bfloat16, int(capability) // 10)
+        assert (int(row["TMA"]) > 0) == (sizes.tma and f"{2**20}" not in flags), row
 
 
 SASS = """

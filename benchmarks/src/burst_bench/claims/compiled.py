@@ -26,6 +26,7 @@ from torch import Tensor
 
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.kernels.contract import BackwardInputs
+from burst_attention.kernels.triton.tuning import Sizes
 from burst_attention.plan.tile import Tile, Tiles
 
 from ..arguments import WrittenArguments, asked
@@ -60,7 +61,7 @@ class Compiled:
     name: str
     capability: int
     dims: tuple[int, int]
-    sizes: tuple[int, int, int, int]  # rows, keys, warps, stages
+    sizes: Sizes
     registers: int
     stack: int
     shared: int
@@ -72,10 +73,10 @@ class Compiled:
     @property
     def per_product(self) -> float:
         """Return the instructions that all warps issue for each unit of products; NaN where no loop was found."""
-        return self.inner * self.sizes[2] / self.products if self.inner else math.nan
+        return self.inner * self.sizes.warps / self.products if self.inner else math.nan
 
     def row(self) -> dict[str, str]:
-        m, n, warps, stages = self.sizes
+        m, n, warps, stages, _ = self.sizes
         size = (f"{m} x {n}", warps, stages, self.registers, self.stack, f"{self.shared / 1024:.0f}")
         place = (self.name, f"{self.capability}", f"{self.dims[0]}, {self.dims[1]}")
         cells = dict(zip(COLUMNS, (*place, *size, *self.counts.values()), strict=True))
@@ -115,7 +116,7 @@ def compiled(
     name: str,
     capability: int,
     dims: tuple[int, int],
-    sizes: tuple[int, int, int, int],
+    sizes: Sizes,
     *,
     tokens: int = TOKENS,
     programs: Any = None,
@@ -124,22 +125,21 @@ def compiled(
     from triton.runtime import driver
 
     from burst_attention.kernels.triton.kernel import OPTIONS, Triton
-    from burst_attention.kernels.triton.tuning import Sizes
 
     made: list[tuple[Any, float]] = []
 
     def compile_only(program: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
         program = getattr(programs, name) if programs is not None else program
         started = processor_seconds()
+        known = {*program.arg_names, "num_warps", "num_stages"}
+        constants = {label: value for label, value in constants.items() if label in known}
         if "EVEN" not in program.arg_names:  # an earlier version, without the other side's length
-            known = {*program.arg_names, "num_warps", "num_stages"}
             at = [type(x) for x in arguments].index(float) + 5
             arguments = (*arguments[:at], *arguments[at + 1 :])
-            constants = {label: value for label, value in constants.items() if label in known}
         result = program.warmup(*arguments, grid=grid, **constants, **OPTIONS)
         made.append((result, processor_seconds() - started))
 
-    kernel, size = Triton(launch=compile_only), Sizes(*sizes)
+    kernel, size = Triton(launch=compile_only), sizes
     q, k, v, dout = (_tensor(tokens, dim) for dim in (dims[0], *dims, dims[1]))
     tiles = Tiles(np.array([Tile(0, tokens, 0, tokens, 0, tokens - 1)]))
     lse, delta = (torch.empty(1, HEADS, tokens, device="meta") for _ in range(2))
@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> None:
             now = compiled(name, capability, dims, sizes, tokens=a.tokens)
             rows.append(now.row())
             if before is not None:
-                past = compiled(name, capability, dims, a.before_sizes, tokens=a.tokens, programs=before)
+                past = compiled(name, capability, dims, Sizes(*a.before_sizes), tokens=a.tokens, programs=before)
                 rows.append(past.row() | {"program": f"{name}, before"})
                 ratios.append(compared(now, past))
     console = console_of_tables()

@@ -29,10 +29,11 @@ OPTIONS = {"enable_fp_fusion": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _launch(program: Any, grid: tuple[int, int], first: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch a program on the device of its first argument. The interpreter runs one launch at a time."""
+def _launch(program: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+    """Launch a program on the device of its first tensor. The interpreter runs one launch at a time."""
+    first = next(x for x in arguments if isinstance(x, Tensor))
     with on_device_of(first), _INTERPRETING if interpreted() else nullcontext():
-        program[grid](first, *arguments, **constants, **OPTIONS)
+        program[grid](*arguments, **constants, **OPTIONS)
 
 
 @dataclass(eq=False)
@@ -104,18 +105,22 @@ class Triton(Kernel):
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
         lse, delta = inputs.lse, inputs.row_delta()
+        streamed, step = ((0, 3), sizes.m) if keys else ((1, 2), sizes.n)
+        tensors: tuple[Any, ...] = (q, k, v, dout)
+        tma = sizes.tma and all(describable(tensors[n], step) for n in streamed)
         if keys:  # it loads these in each step
-            lse, delta = filled(lse * math.log2(math.e), sizes.m), filled(delta, sizes.m)
-        tensors = (q, k, v, dout, lse, delta)
-        strides = [n for x in tensors for n in x.stride()[:3]]
+            lse, delta = stats_of(lse, delta, sizes.m, together=tma)
+        strides = [n for x in (*tensors, lse, delta) for n in x.stride()[:3]]
+        if tma:
+            tensors = tuple(described(x, step) if n in streamed else x for n, x in enumerate(tensors))
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
-        other, step = (q.shape[2], sizes.m) if keys else (k.shape[2], sizes.n)
+        other = (q if keys else k).shape[2]
         counts = (heads, q.shape[1] // k.shape[1], length, other)
         program = programs.backward_keys if keys else programs.backward_queries
-        fixed = {"CAPPED": self.softcap is not None, "EVEN": other % step == 0} | ({} if keys else {"SAME": same(k, v)})
+        fixed = {"CAPPED": self.softcap is not None, "TMA": tma, "EVEN": tma or other % step == 0}
+        fixed |= ({} if keys else {"SAME": tma or same(k, v)}) | constants(q, v, sizes)
         grid = grid_of(length, block, batch, heads)
-        fixed |= constants(q, v, sizes)
-        self.launch(program, grid, *tensors, *outputs, *tail, *counts, *strides, **fixed)
+        self.launch(program, grid, *tensors, lse, delta, *outputs, *tail, *counts, *strides, **fixed)
 
     def run_forward(
         self,
@@ -182,10 +187,39 @@ def carried(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-def filled(x: Tensor, block: int) -> Tensor:
-    """Return ``x`` [B, H, rows] dense, with zeros up to a whole ``block`` of rows: loads then need no bounds."""
-    missing = -x.shape[2] % block
-    return (pad(x, (0, missing)) if missing else x).contiguous()
+def stats_of(lse: Tensor, delta: Tensor, block: int, *, together: bool) -> tuple[Tensor, Tensor]:
+    """Return lse in base 2 and delta, [B, H, rows], with zeros up to a whole ``block``: loads then need no bounds.
+
+    Each is dense, or with ``together`` each is a column of one dense tensor.
+    """
+    missing = -lse.shape[2] % block
+    lse, delta = (pad(x, (0, missing)) if missing else x for x in (lse * math.log2(math.e), delta))
+    if together:
+        stats = torch.stack((lse, delta), -1)
+        return stats[..., 0], stats[..., 1]
+    return lse.contiguous(), delta.contiguous()
+
+
+def describable(x: Tensor, rows: int) -> bool:
+    """Return whether the tensor memory accelerator can load blocks of ``rows`` of ``x`` [B, H, S, D] as it lies.
+
+    Addresses and strides, and D so that a dense copy lies no worse, are whole units of 16 bytes (CUDA's driver API,
+    cuTensorMapEncodeTiled). A box, up to 128 bytes wide, is no larger than the tensor (pytorch/helion#2555).
+    """
+    units = [n * x.itemsize for n in (*x.stride()[:3], x.shape[3])]
+    if x.data_ptr() % 16 or not all(n > 0 and n % 16 == 0 for n in units) or not x.numel():
+        return False
+    last = sum((count - 1) * n for count, n in zip(x.shape, x.stride(), strict=True))
+    box = min(power_of_two(x.shape[3]), 128 // x.itemsize)
+    # Triton 3.9 adds up the bytes in 32 bits, to work around a driver's fault with small tensors (triton#9235).
+    return x.shape[2] >= rows and x.shape[3] >= box and (last + 1) * x.itemsize < 2**31
+
+
+def described(x: Tensor, rows: int) -> Any:
+    """Return a descriptor of ``x`` [B, H, S, D], by which a program loads blocks of ``rows``."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, power_of_two(x.shape[3])])
 
 
 def same(k: Tensor, v: Tensor) -> bool:

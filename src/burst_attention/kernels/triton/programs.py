@@ -4,7 +4,8 @@ Shapes: M query rows and N keys per block; D is the head dimension of q and k, E
 (q_start, q_stop, k_start, k_stop, lo, hi). Row i sees column j, both counted from the tile's corner, if
 lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that intersect each block. Blocks inside a band run without a
 mask; blocks outside it are skipped. Blocks are aligned to the tensors, not to the tiles. EVEN: they fill the tensors.
-SAME: rows of k and v lie equally far apart and are padded to one width. A masked entry counts as 0, so a NaN in a row
+SAME: rows of k and v lie equally far apart and are padded to one width. TMA: the two tensors that the inner loop reads
+are descriptors of blocks, for the tensor memory accelerator. A masked entry counts as 0, so a NaN in a row
 that it multiplies spreads over the block. Scores are in base 2: ``sharp`` is the scale times log2(e). If CAPPED,
 ``sharp`` is scale / cap, and a score is cap tanh(sharp Q K').
 """
@@ -82,6 +83,18 @@ def _block(Base, within, at, length, dims, DIM: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def _head(Base, batch, head, stride_b, stride_h, TMA: tl.constexpr):
+    """Return the address of a head's first row, or with TMA the descriptor ``Base``."""
+    return Base if TMA else Base + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def _described(Base, batch, head, at, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load [ROWS, WIDTH] from row ``at`` on by a descriptor of a [B, H, S, DIM] tensor; zeros beyond the tensor."""
+    return Base.load([batch, head, at, 0]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def forward(
     Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, cap, heads, group, length, k_length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls,
@@ -149,7 +162,7 @@ def backward_queries(
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ = scale dS K of one block of query rows of one head, in the tiles' order and without atomics.
 
@@ -165,19 +178,24 @@ def backward_queries(
     delta = _numbers(Delta, batch, head, eb, eh, es, rows, exists, 0.0)
     dq = tl.zeros([M, BLOCK_D], tl.float32)
     sharp = scale / cap if CAPPED else scale * LOG2_E
-    K += batch.to(tl.int64) * kb + (head // group).to(tl.int64) * kh
-    V += batch.to(tl.int64) * vb + (head // group).to(tl.int64) * vh
+    kv_head = head // group
+    K, V = _head(K, batch, kv_head, kb, kh, TMA), _head(V, batch, kv_head, vb, vh, TMA)
     k_at = n[:, None] * ks + d[None, :]
     v_at = k_at if SAME else n[:, None] * vs + e[None, :]  # fewer registers
     for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
         first, stop, seen, unseen, left, right = _keys(Tiles, Ids, t, block * M, rows, M)
         begin = first // N * N
-        k_next, v_next = K + begin.to(tl.int64) * ks, V + begin.to(tl.int64) * vs
+        if not TMA:
+            k_next, v_next = K + begin.to(tl.int64) * ks, V + begin.to(tl.int64) * vs
         for j0 in range(begin, stop, N):
-            k = _block(k_next, k_at, j0 + n, k_length, d, D, BLOCK_D, EVEN)
-            v = _block(v_next, v_at, j0 + n, k_length, e, E, BLOCK_E, EVEN)
-            k_next += N * ks
-            v_next += N * vs
+            if TMA:
+                k = _described(K, batch, kv_head, j0, N, BLOCK_D)
+                v = _described(V, batch, kv_head, j0, N, BLOCK_E)
+            else:
+                k = _block(k_next, k_at, j0 + n, k_length, d, D, BLOCK_D, EVEN)
+                v = _block(v_next, v_at, j0 + n, k_length, e, E, BLOCK_E, EVEN)
+                k_next += N * ks
+                v_next += N * vs
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
             slope = 1.0
             if CAPPED:
@@ -185,7 +203,7 @@ def backward_queries(
                 scores, slope = part * (cap * LOG2_E), 1.0 - part * part
             p = tl.exp2(scores - lse[:, None])
             ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
-            if (j0 < seen) | (j0 + N > unseen):
+            if (j0 < seen) | (j0 > unseen - N):
                 j = (j0 + n)[None, :]
                 ds = tl.where((j >= left[:, None]) & (j <= right[:, None]), ds, 0.0)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
@@ -197,12 +215,13 @@ def backward_keys(
     Q, K, V, dOut, Lse, Delta, dK, dV, Tiles, Offsets, Ids, scale, cap, heads, group, length, q_length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK = scale dS' Q and dV = P' dO of a block of keys of one key-value head, over its query heads.
 
     Here, ``heads`` and ``length`` are those of the keys. ``Lse`` is in base 2; it and ``Delta`` fill their last block.
-    Products are transposed.
+    With TMA, they are the two columns of one dense tensor. Products are transposed.
     """
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = block * N + tl.arange(0, N)
@@ -215,11 +234,9 @@ def backward_keys(
     sharp = scale / cap if CAPPED else scale * LOG2_E
     q_at, dout_at = m[:, None] * qs + d[None, :], m[:, None] * os + e[None, :]
     for member in range(group):
-        q_head = (head * group + member).to(tl.int64)
-        Q_h = Q + batch.to(tl.int64) * qb + q_head * qh
-        dOut_h = dOut + batch.to(tl.int64) * ob + q_head * oh
-        Lse_h = Lse + batch.to(tl.int64) * lb + q_head * lh
-        Delta_h = Delta + batch.to(tl.int64) * eb + q_head * eh
+        q_head = head * group + member
+        Q_h, dOut_h = _head(Q, batch, q_head, qb, qh, TMA), _head(dOut, batch, q_head, ob, oh, TMA)
+        Lse_h, Delta_h = _head(Lse, batch, q_head, lb, lh, False), _head(Delta, batch, q_head, eb, eh, False)
         for t in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
             q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, t)
             j, rows = columns - k0, q1 - q0
@@ -229,29 +246,41 @@ def backward_keys(
             unseen = tl.where((block * N >= k0) & (block * N + N <= k1), unseen, 0)
             top = tl.where((columns >= k0) & (columns < k1), q0 + tl.maximum(0, j + lo), q1)
             end = q0 + tl.minimum(j + hi, rows - 1)
+            inside = tl.maximum(unseen - M + 1 - seen, 0).to(tl.uint32)  # unsigned, so one comparison serves both ends
             begin = first // M * M
             start = begin.to(tl.int64)
-            q_next, dout_next = Q_h + start * qs, dOut_h + start * os
             lse_next, delta_next = Lse_h + start * ls, Delta_h + start * es
+            if not TMA:
+                q_next, dout_next = Q_h + start * qs, dOut_h + start * os
             for i0 in range(begin, stop, M):
                 i = i0 + m
-                q = _block(q_next, q_at, i, q_length, d, D, BLOCK_D, EVEN)
-                dout = _block(dout_next, dout_at, i, q_length, e, E, BLOCK_E, EVEN)
+                if TMA:
+                    q = _described(Q, batch, q_head, i0, M, BLOCK_D)
+                    dout = _described(dOut, batch, q_head, i0, M, BLOCK_E)
+                else:
+                    q = _block(q_next, q_at, i, q_length, d, D, BLOCK_D, EVEN)
+                    dout = _block(dout_next, dout_at, i, q_length, e, E, BLOCK_E, EVEN)
+                    q_next += M * qs
+                    dout_next += M * os
                 scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * sharp
                 slope = 1.0
                 if CAPPED:
                     part = _tanh(scores)
                     scores, slope = part * (cap * LOG2_E), 1.0 - part * part
-                p = tl.exp2(scores - tl.load(lse_next + m * ls)[None, :])
+                if TMA:
+                    lse, delta = tl.split(tl.load(lse_next + m[:, None] * 2 + tl.arange(0, 2)[None, :]))
+                else:
+                    lse = tl.load(lse_next + m * ls)
+                p = tl.exp2(scores - lse[None, :])
                 dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-                ds = p * (dp - tl.load(delta_next + m * es)[None, :]) * slope
-                if (i0 < seen) | (i0 + M > unseen):
+                if not TMA:
+                    delta = tl.load(delta_next + m * es)
+                ds = p * (dp - delta[None, :]) * slope
+                if (i0 - seen).to(tl.uint32) >= inside:
                     shown = (i[None, :] >= top[:, None]) & (i[None, :] <= end[:, None])
                     p, ds = tl.where(shown, p, 0.0), tl.where(shown, ds, 0.0)
                 dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
                 dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
-                q_next += M * qs
-                dout_next += M * os
                 lse_next += M * ls
                 delta_next += M * es
     _store(dK, batch, head, heads, length, columns, d, exists, dk * scale, D)

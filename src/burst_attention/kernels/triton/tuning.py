@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
     n: int
     warps: int
     stages: int
+    tma: bool = False  # the inner loop loads with the tensor memory accelerator, if addresses and strides allow
 
 
 # By compute capability (major), program and the larger head dimension. Chosen from machine code, which `burst bench
@@ -55,6 +56,11 @@ _FIXED = {
 }
 
 
+# By compute capability (major) and program: the first Triton that needs fewer instructions with the tensor memory
+# accelerator. Before 3.9, delta and lse of `backward_keys` then spill registers.
+_TMA = {9: {"backward_queries": (3, 6), "backward_keys": (3, 9)}}
+
+
 def fixed_sizes(program: str, widths: tuple[int, int], dtype: torch.dtype, major: int) -> Sizes:
     """Return the sizes for head dimensions (D, Dv) on a GPU of compute capability ``major``; 0 for any since Ampere."""
     widest = max(widths)
@@ -62,8 +68,17 @@ def fixed_sizes(program: str, widths: tuple[int, int], dtype: torch.dtype, major
         return Sizes(32, 32, 4, 1) if widest > 64 else Sizes(64, 32, 4, 1)
     if major in _FIXED:
         table = _FIXED[major][program]
-        return table[min(width for width in table if width >= widest)]
+        sizes = table[min(width for width in table if width >= widest)]
+        since = _TMA.get(major, {}).get(program)
+        return sizes._replace(tma=since is not None and widest <= 128 and _triton() >= since)
     return Sizes(64, 32, 8, 1) if widest > 128 else Sizes(64, 64, 4, 2)
+
+
+def _triton() -> tuple[int, ...]:
+    """Return the major and minor version of Triton."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def fixed_key(program: str, q: Tensor, v: Tensor) -> tuple[str, tuple[int, int], torch.dtype, int]:
@@ -78,7 +93,7 @@ def candidates(program: str, widths: tuple[int, int], dtype: torch.dtype, major:
     if dtype == torch.float32:
         return [fixed, Sizes(64, 64, 8, 1)]
     tried = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
-    return [fixed, *(Sizes(*size) for size in tried if size != fixed)]
+    return [fixed, *(sizes for sizes in (Sizes(*size) for size in tried) if sizes != fixed)]
 
 
 def kind_of(tiles: Tiles) -> str:
@@ -92,7 +107,7 @@ def kind_of(tiles: Tiles) -> str:
 class Tuner:
     """Measures sizes on representative tensors; remembers the fastest in a file."""
 
-    file: Remembered = field(default_factory=lambda: Remembered("triton-sizes-2.json"))  # of the second programs
+    file: Remembered = field(default_factory=lambda: Remembered("triton-sizes-3.json"))  # of the third programs
     known: dict[str, Sizes] | None = None  # None before the file is read
 
     def sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
