@@ -110,23 +110,23 @@ def burst_attention(
         raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
     # The operator guards its own part again: a compiled graph holds the split of heads, and calls the operator later.
     with plan.agreement.entering("burst_attention", once=True):
-        number, cap = check_types(q, k, v, scale, kernel, softcap=softcap, sinks=sinks)
+        scale, softcap = check_types(q, k, v, scale, kernel, softcap=softcap, sinks=sinks)
         check_transforms("burst_attention", q=q, k=k, v=v, sinks=sinks)
         wanted = gradients_wanted(q, k, v, sinks)
-        heads, cached_rows = split_heads(q, k, v, plan)
+        degree, cached_rows = split_heads(q, k, v, plan)
         cached_rows = cached_rows if wanted else 0
         # A gradient of lse changes D, and the gradient of sinks needs D at home.
-        results = cached_rows > 0 and heads == plan.world and sinks is None and not return_lse
+        results = cached_rows > 0 and degree == plan.world and sinks is None and not return_lse
     out, lse, *_ = attend(
         q,
         k,
         v,
         sinks,
         handle=plan.handle,
-        scale=number,
-        softcap=cap,
+        scale=scale,
+        softcap=softcap,
         kernel=kernel,
-        heads=heads,
+        heads=degree,
         cached_rows=cached_rows,
         cached_results=results,
         wanted=wanted,
@@ -383,12 +383,12 @@ def attend(
     """Compute the forward.
 
     in:     q [B, Hq, S_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv]: this rank's shards. sinks [Hq].
-            ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.call.split_heads`.
+            ``handle``: the plan's. ``heads``: the Ulysses degree U, with ``cached_rows`` from :func:`split_heads`.
             ``wanted``: :func:`gradients_wanted`. ``formula_version``: :data:`FORMULA_VERSION`.
     out:    O = softmax(scale Q K' + mask) V over all shards, where a soft cap c makes each score s c tanh(s / c).
             L = logsumexp(scale Q K' + mask). Sinks join both: :func:`with_sinks`.
             :class:`Settled`.
-            The cache: q [B, Hq / U, kept_rows, D], k and v of this rank's sequence group and head group, U = ``heads``.
+            The cache: q [B, Hq / U, kept_rows, D], k and v of this rank's sequence group and head group.
             With ``cached_results`` also O and L of the head group; U is then the number of ranks.
             The cache is empty if U is 1 or ``cached_rows`` is 0.
     saved:  q, k, v or the cache; O and L of the shard or of the cache; :class:`Settled`. The rest is fetched again.

@@ -13,7 +13,8 @@ are on the wire (Q, dO, dQ), where RingAttention moves four (K, V, dK, dV).
     for each query shard i: dq_i, dK, dV += gradients(dO_i, Q_i, L_i, D_i, K, V);  dQ of rank i += dq_i, at rank i
 
 Both run through one loop. A rank's program (:mod:`burst_attention.plan.program`) lists what to post, visit and wait
-for; its order is the double buffering: an exchange is posted before the visits that run while it is on the wire.
+for; its order is the double buffering: an exchange is posted before the visits that run while it is on the wire. What a
+visit computes, and how results are combined, is a ``Pass`` (:mod:`.passes`), here ``work``.
 """
 
 from __future__ import annotations
@@ -87,21 +88,21 @@ class _Run:
         self._held = Shards(program, work)
         self._sums = Sums(program, work, indices)
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
-        self._left = deque(program.ops)
+        self._remaining = deque(program.ops)
 
     def begin(self) -> None:
         """Post the first step's exchange. Later steps must not overtake another program's, on any rank."""
-        if self._left and isinstance(op := self._left[0], Post) and op.step == 1:
-            self.execute(self._left.popleft())
+        if self._remaining and isinstance(op := self._remaining[0], Post) and op.step == 1:
+            self.execute(self._remaining.popleft())
 
     def compute(self) -> None:
         """Execute everything up to the last waits."""
-        while any(not isinstance(op, Wait) for op in self._left):
-            self.execute(self._left.popleft())
+        while any(not isinstance(op, Wait) for op in self._remaining):
+            self.execute(self._remaining.popleft())
 
     def finish(self) -> Results:
-        while self._left:
-            self.execute(self._left.popleft())
+        while self._remaining:
+            self.execute(self._remaining.popleft())
         return {side: self._sums.results(self._program.home[side]) for side in self._work.returns}
 
     def execute(self, op: Op) -> None:

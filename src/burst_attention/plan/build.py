@@ -21,7 +21,15 @@ Moment = tuple[int, int, int]  # step, then 0, 0: its wait; 0, 1: after the wait
 
 
 class Builder:
-    """Places the rows of ``rank`` in buffers for one pass, and builds the rank's program."""
+    """Places the rows of ``rank`` in buffers for one pass, and builds the rank's program, of :mod:`.program`'s types.
+
+    Attributes:
+        work: the pass: which rank computes which cells, and the edges that send their rows (:mod:`.demand`).
+        slices: the shards that share a buffer, by side, sequence group and part of the heads.
+        held: the rows of each buffer of shards.
+        sums: the rows of each buffer of results.
+        kept: the buffers that the forward caches for the backward.
+    """
 
     def __init__(self, work: PassSpec, rank: int) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world

@@ -59,7 +59,7 @@ class Groups:
         return group * self.count(side) // self.query
 
     def context(self, rank: Ranks) -> Ranks:
-        """Return a rank's sequence group."""
+        """Return the number of a rank's sequence group, which names in ``plan`` and ``planner`` call its context."""
         return rank // self.query
 
     def beside(self, owner: Ranks) -> Ranks:

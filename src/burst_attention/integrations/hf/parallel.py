@@ -43,7 +43,7 @@ from .layers.memory import Memory, unsave
 from .reading import attached, forwards, known, models, read, structure
 from .reading.parts import text_of
 from .running import running
-from .state import Context, Gradients, form_of
+from .state import Gradients, ModelState, form_of
 from .tensor import axis
 from .versions import warn_of_newer
 
@@ -172,9 +172,9 @@ def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
     if left is None:
         _switch(base, known.NAME)
     reaches = [] if left else models.windows_of(base, causal=causal)
-    base._burst = Context(
+    base._burst = ModelState(
         PlanCache(plan, reaches, causal=causal),
-        alone="sdpa" if own == known.NAME else own,
+        stock_attention="sdpa" if own == known.NAME else own,
         layers=structure.attention_configs(body),
         absolute=models.depends_on_places(reading),
         left=left,
@@ -228,14 +228,14 @@ def unparallelize(model: Model) -> Model:
             why = "around the parallelized model; pass that, such as DDP's model.module"
         raise ValueError(f"model is a {type(base).__name__} {why}")
     spread: Any = base
-    alone, left = spread._burst.alone, spread._burst.left
+    stock_attention, left = spread._burst.stock_attention, spread._burst.left
     revert(spread, vision.Seam)
     revert(text_of(spread), Converted)
     unsave(text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
     if left is None:
-        _switch(spread, alone)
+        _switch(spread, stock_attention)
     return model
 
 
@@ -304,7 +304,7 @@ def _check_degree(plan: Plan, shape: CallShape) -> None:
 class _Parallel:
     """Methods that take precedence over those of the model's class."""
 
-    _burst: Context
+    _burst: ModelState
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
@@ -351,7 +351,7 @@ class _Parallel:
 
 @functools.cache
 def _parallel_class(kind: Any) -> Any:
-    """Return a subclass under the class's name, which model cards, checkpoints and trainers read."""
+    """Return a subclass, whose forward begins each call, under the class's name: model cards and trainers read it."""
 
     @functools.wraps(kind.forward)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -376,7 +376,7 @@ def _parallel_class(kind: Any) -> Any:
 def _alone(model: Any) -> Any:
     """Run the model on this rank alone, with its original attention, inside this context."""
     model._burst.generating = True
-    _switch(model, model._burst.alone)
+    _switch(model, model._burst.stock_attention)
     try:
         with running():
             yield

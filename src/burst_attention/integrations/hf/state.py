@@ -23,8 +23,8 @@ Gradients = Literal["mean", "sum"]
 
 
 @dataclass(eq=False)
-class Context:
-    """The state of a parallelized model."""
+class ModelState:
+    """The state of a parallelized model, its attribute ``_burst``."""
 
     plans: PlanCache
     meeting: Meeting  # of all ranks that share a sequence, and those that share its tokens
@@ -32,7 +32,7 @@ class Context:
     gradients: Gradients
     temperature: float
     memory: Memory
-    alone: str  # the attention implementation for a single rank, used by generate
+    stock_attention: str  # the attention implementation for a single rank, used by generate
     layers: list[Any]  # the configurations from which the layers read their attention implementation
     absolute: bool  # whether absolute positions matter, not only distances
     left: str | None  # why the model, on one rank, stays as it is; None: it runs on shards
@@ -48,7 +48,7 @@ class Context:
     experts: list[Any] = field(default_factory=list, init=False)  # of these parts
     tables: dict[str, int] = field(default_factory=dict, init=False)  # how many values an input may have, by name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """Copy the layers' configurations; share the rest, because a process group can't be copied."""
         self.copies += 1
         own = self.meeting.of_model(f"{self.meeting.outer.model}.{self.copies}")  # a copy is another model
