@@ -784,3 +784,24 @@ def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
         for m in (one, {**one, field: values[field]})
     ]
     assert reported[0]["mask"] != reported[1]["mask"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "banded"),
+    [
+        (Mask(), False),
+        (Mask(causal=False), False),
+        (Mask(prefix=13), False),
+        (Mask(cu_seqlens=[0, 7, 33, 34, 50]), False),
+        (Mask(window=9), True),
+        (Mask(causal=False, window=9), True),
+        (Mask(together=np.arange(50) // 4 % 3 - 1), True),
+        (Mask(blocks=np.tri(7, dtype=bool), block=8), True),
+    ],
+)
+def test_a_mask_tells_whether_its_bands_are_more_than_full_and_causal(mask, banded):
+    """By that a kernel is chosen and proved on a device."""
+    q_start, q_stop, k_start, k_stop, lo, hi = mask.regions(50).T
+    full = (lo <= q_start - k_stop + 1) & (hi >= q_stop - 1 - k_start)
+    causal = (lo == 0) & (hi >= q_stop - 1 - k_start) & (q_start == k_start)
+    assert mask.banded == banded and (banded or (full | causal).all())

@@ -320,7 +320,7 @@ def prepare_forward(
     key = (kernel, *options, q.shape[0], *sizes.values(), *dims, q.dtype, q.device, ordered)
     if key not in plan.resolved:
         groups = Groups.of(heads, **sizes, keep=cached > 0, results=cached > 3)
-        seen: dict[str, Any] = {"documents": plan.mask.parts, "banded": plan.mask.window is not None}
+        seen: dict[str, Any] = {"documents": plan.mask.parts, "banded": plan.mask.banded}
         seen["exact_delta"] = exact_delta
         chosen = choose(kernel, **seen, device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])

@@ -232,6 +232,11 @@ class Mask:
         runs = 0 if self.together is None else len(self.together.runs)
         return max(1, len(self.cu_seqlens or ()) - 1, rectangles, runs)
 
+    @property
+    def banded(self) -> bool:
+        """Whether some band is neither full nor causal, as those of windows, of later keys and of cut diagonals."""
+        return self.window is not None or self.block is not None or self.together is not None
+
     def resized(self, seqlen: int) -> Mask:
         """Return a similar mask for ``seqlen`` positions, for predictions only; groups are few pairs, and left out."""
         blocks = None if self.block is None else self.blocks.resized(-(-seqlen // self.block))
