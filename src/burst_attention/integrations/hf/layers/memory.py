@@ -92,6 +92,11 @@ class Memory:
         for layer in layers:
             if self.attention_chunks > 1:
                 for part in layer.inside:  # a recurrent layer may be called an attention, too
+                    if part.kind is Kind.INDEXED:
+                        raise ValueError(
+                            f"memory=Memory(attention_chunks={self.attention_chunks}) can't split the heads of {part}: "
+                            "its indexer chooses keys for all of them; leave attention_chunks out"
+                        )
                     if known.is_called(part.module, "Attention") and part.kind is not Kind.MIXER:
                         head_chunks.convert(part.module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
