@@ -165,7 +165,7 @@ def sparse(plan, cut, given, indices, *, of_sinks=True):
     leaves = [cut(x).requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
     options = {"sinks": leaves[3]} if of_sinks else {}
     out, lse = chosen_attention(
-        *leaves[:3], plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, return_lse=True, **options
+        *leaves[:3], plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, **options
     )
     loss = (out * cut(dout)).sum() + lse.masked_fill(lse == -math.inf, 0).mul(cut(dlse)).sum()
     grads = torch.autograd.grad(loss, leaves[: 4 if of_sinks else 3])
@@ -286,7 +286,7 @@ def test_a_second_derivative_is_refused():
     given, indices = inputs(), some_keys(2)
     q = given[0].requires_grad_()
     plan = make_plan(SEQLEN)
-    out = chosen_attention(q, *given[1:3], indices, plan)
+    out, _ = chosen_attention(q, *given[1:3], indices, plan)
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="chosen_attention can be differentiated once"):
         grad.sum().backward()

@@ -12,10 +12,14 @@ _SIZES = {"vocab_size": VOCABULARY, "index_topk": COUNT, "index_n_heads": 16, "i
 _SIZES |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "q_lora_rank": 24}
 _SIZES |= {"num_hidden_layers": 3, "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4}
 _SHARED = {"indexer_types": ["full", "shared", "full"]}
+_SLIDING = {"layer_types": ["indexed_attention", "sliding_attention"] * 2}
 # By package of transformers: the type of the configuration, and settings.
 FAMILIES = {
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", _SHARED),
+    "axk2": ("axk2", {}),
+    "dots3_note": ("dots3_note_text", {"num_hidden_layers": 4, "sliding_window": 7} | _SLIDING),
+    "hy_v4": ("hy_v4", _SHARED),
 }
 
 

@@ -505,7 +505,7 @@ def _noting(windows, mechanisms, q, k, v, plan, **options):
     mechanisms |= {name for key, name in (("softcap", "soft cap"), ("sinks", "sinks")) if key in options}
     if (indices := options.pop("indices", None)) is not None:
         mechanisms.add("indexer")
-        return chosen_attention(q, k, v, indices, plan, **options)
+        return chosen_attention(q, k, v, indices, plan, **options)[0]
     return burst_attention(q, k, v, plan, **options)
 
 

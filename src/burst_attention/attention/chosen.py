@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,6 @@ def choose_keys(q: Tensor, k: Tensor, weights: Tensor, plan: Plan, *, count: int
         return choose(q.detach(), k.detach(), weights.detach().float(), plan.handle, count, number)
 
 
-@overload
 def chosen_attention(
     q: Tensor,
     k: Tensor,
@@ -87,31 +86,7 @@ def chosen_attention(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def chosen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-def chosen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute exact attention to chosen keys over a sharded sequence. Every rank must call it.
 
     Args:
@@ -120,11 +95,11 @@ def chosen_attention(
             for none. Positions that the plan's mask hides add nothing. [B, Hkv, S_local, count]: each key-value head
             has its own.
         plan: heads stay whole and keys circulate, whatever its strategy says of them.
-        scale, sinks, return_lse: as for :func:`burst_attention`.
+        scale, sinks: as for :func:`burst_attention`.
 
     Returns:
-        out [B, Hq, S_local, Dv] in q's dtype. With ``return_lse`` also lse [B, Hq, S_local]. Both are differentiable,
-        once. A query without a key gets out 0 and lse -inf.
+        (out [B, Hq, S_local, Dv] in q's dtype, lse [B, Hq, S_local] in fp32 or fp64). Both are differentiable, once.
+        A query without a key gets out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError: an argument can't be used, here or on another rank, or ranks disagree; on every rank.
@@ -137,8 +112,8 @@ def chosen_attention(
         wanted = gradients_wanted(q, k, v, sinks)
         number = 1 / math.sqrt(q.shape[3]) if number is None else number
         at = indices.unsqueeze(1) if indices.dim() == 3 else indices
-    out, lse, _ = attend_chosen(q, k, v, at, sinks, plan.handle, number, wanted, bool(return_lse))
-    return (out, lse) if return_lse else out
+    out, lse, _ = attend_chosen(q, k, v, at, sinks, plan.handle, number, wanted)
+    return out, lse
 
 
 def _check_plan(plan: Any) -> None:
@@ -331,14 +306,13 @@ def attend_chosen(
     handle: int,
     scale: float,
     wanted: int,
-    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the forward of :func:`chosen_attention`: out, lse and the number of the call, float64 [1]."""
     plan = plan_of(handle)
     with plan.agreement.entering(_ATTENTION, once=True):
         plan.transport.check_device(q.device)
         wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE, SINKS)]
-        more = {"device": q.device.type, "gradients wanted by q, k, v, sinks": wants, "return_lse": return_lse}
+        more = {"device": q.device.type, "gradients wanted by q, k, v, sinks": wants}
         fields = _fields(plan, indices.shape[-1], scale, (q, k, v, indices, sinks), **more)
         work = ChosenForward(q, k, v, scale, Reference(), choice=_Choice.of(indices, plan))
         program = _program(plan, Direction.FORWARD)

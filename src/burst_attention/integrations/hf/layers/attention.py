@@ -122,7 +122,7 @@ def _to_chosen(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention to the keys that a layer's indexer has chosen."""
-    return chosen_attention(q, k, v, indices, plan, scale=scale, sinks=sinks)
+    return chosen_attention(q, k, v, indices, plan, scale=scale, sinks=sinks)[0]
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
