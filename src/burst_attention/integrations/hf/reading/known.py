@@ -85,7 +85,7 @@ SCORES = names(
     """
 )
 # Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
-_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4")
+_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL")
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = names(
@@ -110,10 +110,10 @@ _READ = (
     AXK1TopkRouter AXK2TopkRouter AfmoeTokenChoiceRouter BailingHybridTopkRouter BeamTopKRouter Cohere2MoeTopKRouter
     DbrxFFN DeepseekV2TopkRouter DeepseekV32TopkRouter DeepseekV3TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter
     Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter
-    GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HunYuanMoEV1Gate KimiLinearTopkRouter
-    Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter MiMoV2FlashTopkRouter
-    MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter SolarOpenTopkRouter
-    Step3p7TopKRouter UnlimitedOcrTextTopkRouter
+    GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter HunYuanMoEV1Gate
+    KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter
+    MiMoV2FlashTopkRouter MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter
+    SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
     """,
     ),
     ("scatter softmax sort sum topk", "JetMoeTopKGating"),
@@ -140,7 +140,9 @@ _READ = (
     ("all", "Gemma4TextModel"),
     # Of the first head of a mask, for the indexer.
     ("index", "AXK2Attention DeepseekV32Attention Dots3NoteTextAttention GlmMoeDsaAttention HYV4Attention"),
-    ("sum", "HYV4HyperConnection HYV4HyperHead"),  # over the copies of the stream
+    ("index", "HYV4VLAttention"),
+    # Over the copies of the stream.
+    ("sum", "HYV4HyperConnection HYV4HyperHead HYV4VLHyperConnection HYV4VLHyperHead"),
     ("cat einsum index pad", "BigBirdModel"),  # of masks
 )
 REVIEWED: Mapping[str, frozenset[str]] = {
@@ -160,6 +162,8 @@ REFUSED_PARTS: Mapping[str, str] = {
     "CpmAntModel": "adds biases by position to its attention scores, which no kernel here takes",
     "DogeAttention": "makes its mask from the values of the keys that it gets",
     "FalconAttention": _ALIBI,
+    "Glm5NextTextIndexer": "chooses among sums of groups of keys, which cross the shards' borders",
+    "MistralLarge4TextAttention": "shares latent keys and values between its layers (kv_sharing_modes)",
     "MptAttention": _ALIBI,
     "MusicgenDecoder": _CODEBOOKS,
     "MusicgenMelodyDecoder": _CODEBOOKS,
