@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burst_attention import Mask, Strategy, make_plan
-from burst_attention.attention import choose_keys, chosen_attention
+from burst_attention.attention import choose_blocks, choose_keys, chosen_attention
 from burst_attention.comm.agreement import DisagreementError
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
@@ -129,6 +129,44 @@ def test_scores_in_blocks(monkeypatch):
         assert torch.equal(found, sorted_choice(q, k, weights, MASKS["packed"]))
 
 
+def dense_blocks(q, k, mask, count, size, local):
+    """The choice of blocks by a stable sort: positions of their keys, -1 for none."""
+    seqlen = q.shape[2]
+    scores = (q.float() @ k.float().mT).masked_fill(~torch.from_numpy(mask.dense(seqlen)), -math.inf)
+    pooled = torch.nn.functional.pad(scores, (0, -seqlen % size), value=-math.inf).unflatten(3, (-1, size)).amax(-1)
+    own, numbers = torch.arange(seqlen)[:, None] // size, torch.arange(pooled.shape[-1])
+    near = (numbers <= own) & (numbers > own - local)
+    pooled = pooled.masked_fill(near & (pooled > -math.inf), math.inf)
+    values, order = pooled.sort(dim=-1, descending=True, stable=True)
+    found = order[..., :count].masked_fill(values[..., :count] == -math.inf, -1).sort(-1).values
+    return (found[..., None] * size + torch.arange(size)).masked_fill(found[..., None] < 0, -1).flatten(3)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "window", "bidirectional"])
+@pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "zigzag"), (3, "striped"), (4, "contiguous")])
+def test_chosen_blocks(world, layout, mask, ties):
+    """Ranks hold parts of a block, whose score is the greatest of all."""
+    q, k, _ = indexer(ties)
+    sizes = {"count": 3, "size": 7, "local": 2}
+    expected = dense_blocks(q, k, MASKS[mask], **sizes)
+
+    def choose(plan, cut):
+        return plan.unshard(choose_blocks(cut(q), cut(k), plan, **sizes), 2)
+
+    for found in over_ranks(world, choose, mask=MASKS[mask], layout=layout):
+        assert torch.equal(found, expected)
+
+
+def test_blocks_that_are_refused():
+    q, k, _ = indexer()
+    plan = make_plan(SEQLEN)
+    with pytest.raises(ValueError, match="size=0 must be an int of at least 1"):
+        choose_blocks(q, k, plan, count=1, size=0)
+    with pytest.raises(ValueError, match="local=-1 must be an int of at least 0"):
+        choose_blocks(q, k, plan, count=1, size=2, local=-1)
+
+
 def inputs(heads=2, dtype=torch.float64):
     """q [2, 4, S, 6], k [2, H, S, 6], v [2, H, S, 5], sinks [4], dout, dlse."""
     shapes = [(2, 4, SEQLEN, 6), (2, heads, SEQLEN, 6), (2, heads, SEQLEN, 5), (4,), (2, 4, SEQLEN, 5), (2, 4, SEQLEN)]
@@ -164,9 +202,7 @@ def sparse(plan, cut, given, indices, *, of_sinks=True):
     q, k, v, sinks, dout, dlse = given
     leaves = [cut(x).requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
     options = {"sinks": leaves[3]} if of_sinks else {}
-    out, lse = chosen_attention(
-        *leaves[:3], plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, **options
-    )
+    out, lse = chosen_attention(*leaves[:3], plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, **options)
     loss = (out * cut(dout)).sum() + lse.masked_fill(lse == -math.inf, 0).mul(cut(dlse)).sum()
     grads = torch.autograd.grad(loss, leaves[: 4 if of_sinks else 3])
     whole = [plan.unshard(x.detach(), 2) for x in (out, lse, *grads[:3])]

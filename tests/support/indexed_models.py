@@ -1,5 +1,7 @@
 """Tiny models whose indexers choose keys, in fp64 throughout, and the choices that they make."""
 
+import functools
+
 import torch
 
 from burst_attention.integrations.hf.layers import indexed
@@ -13,6 +15,8 @@ _SIZES |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 
 _SIZES |= {"num_hidden_layers": 3, "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4}
 _SHARED = {"indexer_types": ["full", "shared", "full"]}
 _SLIDING = {"layer_types": ["indexed_attention", "sliding_attention"] * 2}
+_BLOCKS = {"index_n_heads": 2, "index_block_size": 5, "index_topk_blocks": 3, "index_local_blocks": 2, "head_dim": 8}
+_BLOCKS |= {"layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"]}
 # By package of transformers: the type of the configuration, and settings.
 FAMILIES = {
     "deepseek_v32": ("deepseek_v32", {}),
@@ -20,6 +24,7 @@ FAMILIES = {
     "axk2": ("axk2", {}),
     "dots3_note": ("dots3_note_text", {"num_hidden_layers": 4, "sliding_window": 7} | _SLIDING),
     "hy_v4": ("hy_v4", _SHARED),
+    "minimax_m3_vl": ("minimax_m3_vl_text", _BLOCKS),
 }
 
 
@@ -52,15 +57,16 @@ def noting_choices(model):
 
 
 class Choices:
-    """Notes the choices of all ranks, in the order of calls, in place of ``indexed.choose_keys``."""
+    """Notes the choices of all ranks, in the order of calls, in place of the functions of ``indexed``."""
 
     def __init__(self, monkeypatch):
-        self._choose, self.found = indexed.choose_keys, []
-        monkeypatch.setattr(indexed, "choose_keys", self)
+        self.found = []
+        for name in ("choose_keys", "choose_blocks"):
+            monkeypatch.setattr(indexed, name, functools.partial(self._noted, getattr(indexed, name)))
 
-    def __call__(self, q, k, weights, plan, **options):
-        chosen = self._choose(q, k, weights, plan, **options)
-        whole = plan.unshard(chosen, 1)
+    def _noted(self, choose, *given, **options):
+        chosen, plan = choose(*given, **options), given[-1]
+        whole = plan.unshard(chosen, chosen.dim() - 2)
         if plan.rank == 0:
             self.found.append(whole)
         return chosen

@@ -120,6 +120,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2, "index_n_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -35,6 +35,7 @@ MECHANISMS = {
     "axk2": {"indexer"},
     "dots3_note_text": {"indexer"},
     "hy_v4": {"indexer", "sinks"},
+    "minimax_m3_vl_text": {"indexer"},
     "gemma2": {"soft cap"},
     "llama4_text": {"chunks"},
     "gpt_neo": {"scores"},
@@ -47,14 +48,13 @@ MECHANISMS = {
 ALONE = ("recurrent_gemma", "deepseek_v4", "bloom", "bigbird_pegasus", "doge", "zaya", "rwkv", "xlnet")
 ALONE_TOO = (
     *("cpmant", "inkling_text", "inkling2_text", "inkling2_loop_text"),
-    *("minimax_m3_vl_text", "mpt", "prophetnet", "xlm", "xlstm"),
+    *("mpt", "prophetnet", "xlm", "xlstm"),
 )
 # Not run on one rank here: too large, of several codebooks, without a loss in eval mode (Reformer). Dory's head is
 # refused on one rank, too.
 NOT_ALONE = ("blt", "dots3_note", "git", "mllama", "phi4_multimodal")
 NOT_ALONE += ("musicgen", "musicgen_melody", "reformer", "dory")
 WITHOUT_TOKENS = ("inkling2_text", "inkling2_loop_text", "xlstm")  # generate fails without the library, too
-SMALLER = {"minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}}
 BOTH = {None, families.WINDOW}
 # Forms that a default configuration does not have, and how they refuse to generate with a cache over ranks.
 FORMS = {
@@ -77,6 +77,7 @@ REFUSED_CACHES = {
     "llama4_text": "a custom attention or counts positions",
     "openai-gpt": "takes no cache",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4"), "'indexed_attention', which"),
+    "minimax_m3_vl_text": "'minimax_m3_sparse', which",
 }
 if known.CACHE == "past_key_values":  # transformers 5.24 rewrote it: it calls the attention of the configuration
     REFUSED_CACHES["codegen"], MECHANISMS["codegen"] = "a custom attention or counts positions", {"scores"}
@@ -140,7 +141,7 @@ def test_one_rank_runs_each_model_that_several_refuse(model_type):
 
 def _plain_and_alone(model_type):
     """A model, and its copy on one rank; their losses, gradients and tokens are the same."""
-    own = families.OWN.get(model_type, {}) | SMALLER.get(model_type, {})
+    own = families.OWN.get(model_type, {})
     config, parts = families.built(model_type, **own)
     assert sum(each.numel() for each in parts.parameters()) < families.LARGEST
     plain = families.model_of(model_type, config, "eager").float()

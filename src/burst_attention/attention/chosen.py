@@ -74,7 +74,37 @@ def choose_keys(q: Tensor, k: Tensor, weights: Tensor, plan: Plan, *, count: int
         number = check_scale(scale, torch.float32)
         if number is None:
             raise ValueError("scale=None must be a number, that of the indexer")
-        return choose(q.detach(), k.detach(), weights.detach().float(), plan.handle, count, number)
+    return choose(q.detach(), k.detach(), weights.detach().float(), plan.handle, count, number, 0, 0)[:, 0]
+
+
+def choose_blocks(q: Tensor, k: Tensor, plan: Plan, *, count: int, size: int, local: int = 0) -> Tensor:
+    """Choose each query's best blocks of keys, for each head, over all ranks. Every rank must call it.
+
+    A block holds ``size`` positions, counted from the start of the sequence. Its score is the greatest q . k, in fp32,
+    of its keys that the query sees. Source: MiniMax M3, as in transformers 5.23.
+
+    Args:
+        q: [B, H, S_local, D], k: [B, 1, Sk_local, D], as for :func:`choose_keys`.
+        plan: its mask says which keys a query sees.
+        count: the number of blocks to choose for each query and head.
+        local: how many blocks, up to the query's own, are always chosen.
+
+    Returns:
+        int64 [B, H, S_local, count size]: positions of the blocks' keys, -1 for blocks that a query has too few of. Some
+        may be hidden from the query, or lie behind the sequence. Of equal scores, the lower block is chosen.
+
+    Raises:
+        TypeError, ValueError: as for :func:`choose_keys`.
+    """
+    _check_plan(plan)
+    with plan.agreement.entering(_CHOICE, once=True), torch.no_grad():
+        _check_choice(q, k, None, plan, count)
+        for name, value, least in (("size", size, 1), ("local", local, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+    found = choose(q.detach(), k.detach(), None, plan.handle, count, 1.0, size, local)
+    keys = found.unsqueeze(-1) * size + torch.arange(size, device=found.device)
+    return keys.masked_fill_(found.unsqueeze(-1) < 0, -1).flatten(3)
 
 
 def chosen_attention(
@@ -134,14 +164,15 @@ def _check_whole_heads(plan: Plan) -> None:
 def _check_choice(q: Any, k: Any, weights: Any, plan: Plan, count: Any) -> None:
     """Raise TypeError or ValueError unless a choice can be made of these."""
     _check_whole_heads(plan)
-    _check_kinds(q=q, k=k, weights=weights)
+    _check_kinds(q=q, k=k, **({} if weights is None else {"weights": weights}))
     check_tensors(q, k, k, plan.length, plan.keys_apart) if k.shape[1:2] == (1,) else _refuse_shape("k", k, "1 head")
-    if not weights.dtype.is_floating_point or weights.device != q.device:
-        raise TypeError(
-            f"weights is {weights.dtype} on {weights.device}; it must be floating point on {q.device}, as q is"
-        )
-    if weights.shape != q.shape[:3]:
-        _refuse_shape("weights", weights, f"{list(q.shape[:3])}, one number a query and head")
+    if weights is not None:
+        if not weights.dtype.is_floating_point or weights.device != q.device:
+            raise TypeError(
+                f"weights is {weights.dtype} on {weights.device}; it must be floating point on {q.device}, as q is"
+            )
+        if weights.shape != q.shape[:3]:
+            _refuse_shape("weights", weights, f"{list(q.shape[:3])}, one number a query and head")
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"count={count!r} must be an int")
     if count < 1:
@@ -176,35 +207,42 @@ def _refuse_shape(name: str, x: Tensor, wanted: str) -> None:
 class Choosing(Pass):
     """The choice: candidates (:mod:`burst_attention.kernels.chosen`) of this rank's queries.
 
-    ``positions``: int64 [1, 1, Sk], of the key shard's rows, with which they circulate.
+    ``beside``: [B, H, S_local] weights, or, of blocks, int64 [1, 1, S_local] positions of the queries. ``positions``:
+    int64 [1, 1, Sk], of the key shard's rows, with which they circulate. ``size``: of a block; 0 to choose keys.
     """
 
     direction: ClassVar[Direction] = Direction.FORWARD
     returns: ClassVar[tuple[Side, ...]] = direction.returns
 
     q: Tensor
-    weights: Tensor
+    beside: Tensor
     k: Tensor
     positions: Tensor
     count: int
     scale: float
+    size: int
+    local: int
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: (self.q, self.weights), Side.KEY: (self.k, self.positions)}
+        return {Side.QUERY: (self.q, self.beside), Side.KEY: (self.k, self.positions)}
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        (q, weights), (k, positions) = query, key
-        return {Side.QUERY: (chosen.choose(q, k, weights, positions[0, 0], tiles, self.count, self.scale),)}
+        (q, beside), (k, positions), count = query, key, self.count
+        if self.size:
+            how = positions[0, 0], tiles, count, self.size, self.local
+            return {Side.QUERY: (chosen.choose_blocks(q, k, beside[0, 0], *how),)}
+        return {Side.QUERY: (chosen.choose(q, k, beside, positions[0, 0], tiles, count, self.scale),)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        return (self.positions.new_empty(self.q.shape[0], 1, rows, self.count),)
+        heads = self.q.shape[1] if self.size else 1
+        return (self.positions.new_empty(self.q.shape[0], heads, rows, self.count),)
 
     def blank(self, side: Side, rows: int) -> Tensors:
         return tuple(x.fill_(chosen.NONE) for x in self.empty(side, rows, ()))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        chosen.join_(*total, *part)
+        chosen.join_(*total, *part, distinct=not self.size)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
         return (torch.int64,)
@@ -282,18 +320,22 @@ def _fields(plan: Plan, count: int, scale: float, tensors: Sequence[Tensor | Non
 
 
 @torch.library.custom_op("burst_attention::choose", mutates_args=())
-def choose(q: Tensor, k: Tensor, weights: Tensor, handle: int, count: int, scale: float) -> Tensor:
-    """Compute :func:`choose_keys`."""
+def choose(
+    q: Tensor, k: Tensor, weights: Tensor | None, handle: int, count: int, scale: float, size: int, local: int
+) -> Tensor:
+    """Compute :func:`choose_keys`, [B, 1, S_local, count]; with a ``size`` the blocks of :func:`choose_blocks`."""
     plan = plan_of(handle)
     with plan.agreement.entering(_CHOICE, once=True):
         plan.transport.check_device(q.device)
-        fields = _fields(plan, count, scale, (q, k, weights), device=q.device.type)
-        work = Choosing(q, weights, k.contiguous(), _positions(plan, q.device), count, scale)
+        more = {"device": q.device.type, "size of a block": size, "local blocks": local}
+        fields = _fields(plan, count, scale, (q, k, weights), **more)
+        beside = plan.positions.to(q.device).view(1, 1, -1) if weights is None else weights
+        work = Choosing(q, beside, k.contiguous(), _positions(plan, q.device), count, scale, size, local)
         program = _program(plan, Direction.FORWARD)
     plan.agreement.agree(_CHOICE, fields, once=True)
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices, call=_number(plan))
-    return chosen.positions_of(sums[Side.QUERY][0])[:, 0]
+    return chosen.positions_of(sums[Side.QUERY][0])
 
 
 @torch.library.custom_op("burst_attention::attend_chosen", mutates_args=())
@@ -359,8 +401,8 @@ def _number(plan: Plan) -> int:
 
 
 @choose.register_fake
-def _(q: Tensor, k: Tensor, weights: Tensor, handle: int, count: int, scale: float) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], count), dtype=torch.int64)
+def _(q: Tensor, k: Tensor, weights: Any, handle: int, count: int, scale: float, size: int, local: int) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1] if size else 1, q.shape[2], count), dtype=torch.int64)
 
 
 @attend_chosen.register_fake

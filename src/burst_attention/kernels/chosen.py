@@ -73,9 +73,50 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
     return found
 
 
-def join_(total: Tensor, part: Tensor) -> None:
-    """Keep in ``total`` the best candidates of both, in place."""
-    total.copy_(best(torch.cat([total, part], -1), total.shape[-1]))
+def choose_blocks(
+    q: Tensor, k: Tensor, places: Tensor, positions: Tensor, tiles: Tiles, count: int, size: int, local: int
+) -> Tensor:
+    """Return the best blocks of each query and head, as candidates whose position is a block's number.
+
+    A block holds ``size`` positions. Its score is the greatest q . k of its keys that the query sees. The ``local``
+    blocks up to a query's own are always among the best (MiniMax M3).
+
+    Args:
+        q: [B, H, Sq, D], k: [B, 1, Sk, D], any floating point; they are widened to fp32.
+        places: int64 [Sq], positions of the queries; positions: int64 [Sk], those of the keys.
+
+    Returns:
+        int64 [B, H, Sq, count]
+    """
+    found = q.new_full((*q.shape[:3], count), NONE, dtype=torch.int64)
+    for tile in _blocks(tiles, _ROWS, _COLUMNS):
+        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        scores = q[:, :, rows].float() @ k[:, :, columns].float().mT
+        if not tile.full:
+            scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
+        numbers, at = torch.unique(positions[columns] // size, return_inverse=True)
+        pooled = scores.new_full((*scores.shape[:3], len(numbers)), -math.inf)
+        pooled.scatter_reduce_(-1, at.expand_as(scores), scores, "amax")
+        seen, before = pooled > -math.inf, places[rows, None] // size - numbers
+        pooled.masked_fill_((before >= 0) & (before < local), math.inf)
+        each = candidates(pooled, numbers).masked_fill_(~seen, NONE)
+        found[:, :, rows] = best(_distinct(torch.cat([found[:, :, rows], each], -1)), count)
+    return found
+
+
+def _distinct(found: Tensor) -> Tensor:
+    """Return candidates with NONE in place of all but the greatest of each position."""
+    found = found.sort(-1, descending=True).values
+    places, order = (found & _LOW).sort(dim=-1, stable=True)
+    found = found.gather(-1, order)
+    again = places[..., 1:] == places[..., :-1]
+    return torch.cat([found[..., :1], found[..., 1:].masked_fill(again, NONE)], -1)
+
+
+def join_(total: Tensor, part: Tensor, *, distinct: bool = True) -> None:
+    """Keep in ``total`` the best candidates of both, in place. ``distinct``: they have no position in common."""
+    both = torch.cat([total, part], -1)
+    total.copy_(best(both if distinct else _distinct(both), total.shape[-1]))
 
 
 def _blocks(tiles: Tiles, rows: int, columns: int) -> Iterator[Tile]:

@@ -166,6 +166,15 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
             )
 
 
+def check_blocks(module: torch.nn.Module, plans: Any) -> None:
+    """Refuse packed documents for an indexer of blocks of keys."""
+    if Plans.of(plans).one.mask.cu_seqlens is not None:
+        raise ValueError(
+            f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks of keys from the "
+            "start of a row; give each document a row"
+        )
+
+
 def check_causal(plan: Plan, stated: list[bool]) -> None:
     """Refuse a layer if only one of the layer and the plan's mask is causal."""
     if [causal for causal in stated if causal != plan.mask.causal]:

@@ -1,5 +1,7 @@
 """Attentions whose indexer chooses keys (DeepSeek V3.2, arXiv 2512.02556), on shards.
 
+MiniMax M3's chooses blocks of keys, for each key-value head.
+
 An indexer's forward runs unchanged, but its scores of all pairs are never computed. The product of queries and keys is
 a stand-in that records what happens to it, and its ``topk`` chooses over all ranks. Any operation that the stand-in
 does not know raises an error. The attention gets the choice as ``indices``, in place of a mask.
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from burst_attention.attention.chosen import choose_keys
+from burst_attention.attention.chosen import choose_blocks, choose_keys
 from burst_attention.attention.plan import Plan
 
 from ..classes import Converted
@@ -62,12 +64,15 @@ class _IndexerCall(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if scores := next((each for each in args if isinstance(each, _Scores)), None):
+        if scores := next((each for each in args if isinstance(each, (_Scores, _Blocks))), None):
             return scores.changed_by(func, args, kwargs)
         name, length = _name(func), self.plan.length
-        if name == "matmul" and len(args) == 2:
+        if name == "matmul" and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
             a, b = args
-            if a.dim() == b.dim() == 4 and a.shape[1] == length and b.shape[1::2] == (1, length):
+            keys_last, of_blocks = b.shape[1::2] == (1, length), hasattr(self.module, "block_size")
+            if of_blocks and keys_last and a.shape[2] == length:
+                return _Blocks(self, a, b.mT)
+            if not of_blocks and keys_last and a.shape[1] == length:
                 q, keys = self._narrow(a), self._narrow(b)
                 return _Scores(self, q, keys) if q.dtype == keys.dtype else _Scores(self, a, b)
         result = func(*args, **kwargs)
@@ -153,3 +158,53 @@ class _Scores:
 
     def _unknown(self, what: str) -> Any:
         raise self.call.refuse(what)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """Stands for MiniMax M3's scores: q [B, H, S, D] times keys [B, 1, S, D], and which operations they have seen.
+
+    Its indexer hides later keys, fills up the last block, takes each block's greatest score, and raises those of the
+    blocks before a query. All sizes there are of this rank's shard, so that no values are made.
+    """
+
+    call: _IndexerCall
+    q: Tensor
+    keys: Tensor
+    seen: tuple[str, ...] = ()
+
+    def masked_fill(self, _: Tensor, value: float) -> Any:
+        return self._after("masked_fill", value == -torch.inf)
+
+    def view(self, *shape: int) -> Any:
+        return self._after("view", shape[-1] == self.call.module.block_size)
+
+    def amax(self, dim: int) -> Any:
+        return self._after("amax", dim == -1)
+
+    def scatter_(self, dim: int, _: Tensor, value: float) -> None:
+        object.__setattr__(self, "seen", self._after("scatter", dim == -1 and value == torch.inf).seen)
+
+    def topk(self, _: int, dim: int) -> Any:
+        """Return scores and positions of the chosen blocks' keys, chosen over all ranks."""
+        module, local = self.call.module, "scatter" in self.seen
+        known = tuple(x for x in self.seen if x != "pad") == ("masked_fill", "view", "amax", *("scatter",) * local)
+        if dim != -1 or not known:
+            raise self.call.refuse("picks the best of")
+        sizes = {"count": module.topk_blocks, "size": module.block_size, "local": module.local_blocks * local}
+        found = choose_blocks(self.q, self.keys, self.call.plan, **sizes)
+        return found, found  # its forward marks the places of scores that are -inf
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle torch functions outside of the indexer's forward."""
+        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
+
+    def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function makes of the scores."""
+        return self._after(_name(func), _name(func) == "pad" and kwargs.get("value") == -torch.inf)
+
+    def _after(self, name: str, known: bool) -> _Blocks:
+        if not known:
+            raise self.call.refuse(f"applies {name} to")
+        return replace(self, seen=(*self.seen, name))

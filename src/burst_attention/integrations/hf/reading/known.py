@@ -71,7 +71,8 @@ TUNERS = {
 # What passes between the tokens of a layer, by the layer's kind in a configuration's lists.
 LAYERS: Mapping[str, str] = {
     **dict.fromkeys(("full_attention", "sliding_attention", CHUNKED), "attention"),
-    **dict.fromkeys(("attention", "global_attention", "local_attention", "indexed_attention"), "attention"),
+    **dict.fromkeys(("attention", "global_attention", "local_attention"), "attention"),
+    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), "attention"),
     **dict.fromkeys(("linear_attention", "conv", "hybrid", "mamba", "mamba2"), "state"),  # one mixer each
     **dict.fromkeys(("mlp", "moe", "dense", "sparse"), "nothing"),
 }
@@ -85,7 +86,7 @@ SCORES = names(
     """
 )
 # Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
-_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL")
+_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL")
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = names(
@@ -180,7 +181,6 @@ REFUSED_LAYERS: Mapping[str, str] = {
     "compressed_sparse_attention": _COMPRESSED,
     "heavily_compressed_attention": _COMPRESSED,
     "hybrid_sliding": _INKLING,
-    "minimax_m3_sparse": "its index branch picks each query's blocks of keys by scores over the whole sequence",
     "recurrent": "it is a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
 }
 OTHER_LAYER = "such a layer mixes tokens without the attention"
@@ -279,7 +279,9 @@ def scores_itself(module: nn.Module) -> bool:
 
 def is_indexed(module: nn.Module) -> bool:
     """Return whether a module is a known attention to keys that an indexer chooses, or to those of a layer before."""
-    return _starts_a_name(module, "Attention")
+    own: Any = module
+    chooses = getattr(own, "indexer", None) is not None or getattr(own, "skip_topk", False)
+    return chooses and _starts_a_name(module, "Attention")
 
 
 def is_indexer(module: nn.Module) -> bool:
