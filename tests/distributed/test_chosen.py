@@ -209,9 +209,15 @@ def sparse(plan, cut, given, indices, *, of_sinks=True):
     return dict(zip(("out", "lse", "dq", "dk", "dv", "sinks"), (*whole, *grads[3:]), strict=False))
 
 
+@pytest.fixture(params=["dense", "gathered"])
+def how(request, monkeypatch):
+    """Products with all keys, or with chosen ones alone."""
+    monkeypatch.setattr(kernel, "_DENSE", 0 if request.param == "gathered" else 1 << 20)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "zigzag"), (3, "striped"), (4, "contiguous")])
-def test_attention_to_chosen_keys_equals_dense_attention(world, layout, mask):
+def test_attention_to_chosen_keys_equals_dense_attention(how, world, layout, mask):
     given, indices = inputs(), some_keys(2)
     expected = dense(*given, indices, MASKS[mask])
     results = over_ranks(world, lambda p, cut: sparse(p, cut, given, indices), mask=MASKS[mask], layout=layout)
@@ -222,7 +228,7 @@ def test_attention_to_chosen_keys_equals_dense_attention(world, layout, mask):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_each_key_head_may_have_its_own_choice(heads):
+def test_each_key_head_may_have_its_own_choice(how, heads):
     given, indices = inputs(heads), some_keys(2, heads).int()
     expected = dense(*given, indices.long(), Mask(), of_sinks=False)
     for found in over_ranks(3, lambda plan, cut: sparse(plan, cut, given, indices, of_sinks=False)):
@@ -234,7 +240,8 @@ def test_each_key_head_may_have_its_own_choice(heads):
             assert error_of(found[name], x) < 1e-13, name
 
 
-def test_queries_in_blocks(monkeypatch):
+def test_queries_in_blocks(how, monkeypatch):
+    monkeypatch.setattr(kernel, "_SCORES", 1)
     monkeypatch.setattr(kernel, "_GATHERED", 10_000)
     given, indices = inputs(), some_keys(2)
     expected = dense(*given, indices, Mask())
@@ -244,7 +251,7 @@ def test_queries_in_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounds_once(dtype):
+def test_rounds_once(how, dtype):
     """Errors are those of one rounding of inputs and results: dense attention of inputs moved by half an ulp."""
     given, indices = [x.to(dtype) for x in inputs()], some_keys(2)
     exact = [x.double() for x in given]
@@ -257,7 +264,7 @@ def test_rounds_once(dtype):
             assert error_of(found[name].double(), expected[name]) <= bounds[name], name
 
 
-def test_an_infinity_that_nobody_chose_is_not_seen():
+def test_an_infinity_that_nobody_chose_is_not_seen(how):
     given, indices = inputs(), some_keys(2).masked_fill(some_keys(2) == 7, -1)
     for x in given[1:3]:
         x[:, :, 7] = math.inf
@@ -266,7 +273,7 @@ def test_an_infinity_that_nobody_chose_is_not_seen():
         assert all(found[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
 
 
-def test_a_nan_in_a_query_shows():
+def test_a_nan_in_a_query_shows(how):
     given, indices = inputs(), some_keys(2)
     given[0][0, 1, 33] = math.nan
     for found in over_ranks(2, lambda plan, cut: sparse(plan, cut, given, indices)):

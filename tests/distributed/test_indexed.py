@@ -123,7 +123,7 @@ def test_blocks_are_counted_from_the_start_of_a_row():
     def call(**batch):
         return lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, **batch)
 
-    assert "counts blocks of keys from the start of a row" in refused(call(position_ids=positions))
+    assert "counts blocks from the start of a row" in refused(call(position_ids=positions))
     assert "padding in front" in refused(call(attention_mask=mask))
 
 

@@ -90,7 +90,7 @@ def choose_blocks(q: Tensor, k: Tensor, plan: Plan, *, count: int, size: int, lo
         local: how many blocks, up to the query's own, are always chosen.
 
     Returns:
-        int64 [B, H, S_local, count size]: positions of the blocks' keys, -1 for blocks that a query has too few of. Some
+        int64 [B, H, S_local, count size]: positions of the blocks' keys, -1 where it has fewer blocks. Some
         may be hidden from the query, or lie behind the sequence. Of equal scores, the lower block is chosen.
 
     Raises:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ NONE = torch.iinfo(torch.int64).min  # no candidate
 _LOW = (1 << 32) - 1
 _ROWS, _COLUMNS = 128, 8192  # of a block of scores
 _GATHERED = 1 << 24  # bytes of gathered keys and values of a block of queries
+_DENSE = 32  # up to this many keys for each chosen one, products with all keys take less time than a gather
+_SCORES = 1 << 20  # scores of a block of queries and all keys
 
 
 def candidates(scores: Tensor, positions: Tensor) -> Tensor:
@@ -161,6 +165,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[
     lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
     """
     out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+    if _is_dense(k, v, at):
+        for each in _dense_blocks(q, k, v, at):
+            scores = each.scores(scale)
+            most = scores.amax(-1, keepdim=True)
+            most.masked_fill_(most == -math.inf, 0.0)
+            total = scores.sub_(most).exp_().sum(-1, keepdim=True)
+            part = (scores @ each.values).div_(total.clamp(min=torch.finfo(total.dtype).tiny))
+            out[each.queries], lse[each.queries] = part, total.log_().add_(most).squeeze(-1)
+        return out, lse
     keys, values = _Gathered(k), _Gathered(v)
     for rows in _row_blocks(k, v, at):
         index = keys.index(at[:, :, rows])
@@ -180,6 +193,16 @@ def backward(
     """
     wide = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    if _is_dense(k, v, at):
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        for each in _dense_blocks(q, k, v, at):
+            p, grads = each.scores(scale), dout[each.queries].to(wide)
+            p.sub_(lse[each.queries].unsqueeze(-1)).exp_()
+            dv[each.keys_at].addmm_(p.flatten(0, 1).mT, grads.flatten(0, 1))
+            ds = (grads @ each.values.mT).sub_(delta[each.queries].unsqueeze(-1)).mul_(p).mul_(scale)
+            dq[each.queries] = ds @ each.keys
+            dk[each.keys_at].addmm_(ds.flatten(0, 1).mT, each.rows.flatten(0, 1))
+        return dq, dk, dv
     keys, values = _Gathered(k, sums=True), _Gathered(v, sums=True)
     for rows in _row_blocks(k, v, at):
         index = keys.index(at[:, :, rows])
@@ -191,6 +214,55 @@ def backward(
         keys.add(index, ds.mT @ queries)
         values.add(index, p.mT @ grads)
     return dq, keys.sums(), values.sums()
+
+
+def _is_dense(k: Tensor, v: Tensor, at: Tensor) -> bool:
+    """Return whether to multiply by all keys: they are not many more than the chosen ones, and hold no infinity."""
+    few = 0 < k.shape[2] <= _DENSE * at.shape[-1]
+    return few and bool(torch.isfinite(k).all() & torch.isfinite(v).all())  # a weight of 0 doesn't hide others
+
+
+@dataclass(frozen=True, eq=False)
+class _DenseBlock:
+    """Queries of one key-value head [G, rows, D], widened, and the keys from the first to the last that they chose.
+
+    ``queries``: their places in [B, Hq, Sq, ...]; ``keys_at``: those of the keys [n, D] in [B, Hkv, Sk, ...].
+    """
+
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor  # [rows, n], -inf where a key is not chosen, else 0
+    queries: tuple[int, slice, slice]
+    keys_at: tuple[int, int, slice]
+
+    def scores(self, scale: float) -> Tensor:
+        """Return scaled scores [G, rows, n], -inf where a key is not chosen."""
+        groups = len(self.rows)
+        hidden, keys = self.hidden.expand(groups, -1, -1), self.keys.mT.expand(groups, -1, -1)
+        return torch.baddbmm(hidden, self.rows, keys, alpha=scale)
+
+
+def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_DenseBlock]:
+    """Yield blocks whose scores fit a core's cache."""
+    wide, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
+    k, v = k.to(wide), v.to(wide)
+    size = max(16, _SCORES // (groups * k.shape[2]))
+    for first in range(0, at.shape[2], size):
+        queries = slice(first, min(first + size, at.shape[2]))
+        chosen = at[:, :, queries]
+        last = int(chosen.max()) + 1
+        if not last:
+            continue
+        keys = slice(int(chosen.where(chosen >= 0, last).min()), last)
+        count = last - keys.start
+        hidden = torch.full((*chosen.shape[:3], count + 1), -math.inf, dtype=wide, device=q.device)
+        hidden.scatter_(-1, torch.where(chosen < 0, count, chosen - keys.start), 0.0)
+        for batch, head in product(range(k.shape[0]), range(k.shape[1])):
+            heads = slice(head * groups, (head + 1) * groups)
+            rows, mask = q[batch, heads, queries].to(wide), hidden[batch, head % hidden.shape[1], :, :count]
+            parts = k[batch, head, keys], v[batch, head, keys]
+            yield _DenseBlock(rows, *parts, mask, (batch, heads, queries), (batch, head, keys))
 
 
 def _row_blocks(k: Tensor, v: Tensor, at: Tensor) -> Iterator[slice]:

@@ -170,8 +170,8 @@ def check_blocks(module: torch.nn.Module, plans: Any) -> None:
     """Refuse packed documents for an indexer of blocks of keys."""
     if Plans.of(plans).one.mask.cu_seqlens is not None:
         raise ValueError(
-            f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks of keys from the "
-            "start of a row; give each document a row"
+            f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks from the start "
+            "of a row; give each document a row"
         )
 
 
