@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -168,11 +169,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[
     if _is_dense(k, v, at):
         for each in _dense_blocks(q, k, v, at):
             scores = each.scores(scale)
-            most = scores.amax(-1, keepdim=True)
-            most.masked_fill_(most == -math.inf, 0.0)
-            total = scores.sub_(most).exp_().sum(-1, keepdim=True)
-            part = (scores @ each.values).div_(total.clamp(min=torch.finfo(total.dtype).tiny))
-            out[each.queries], lse[each.queries] = part, total.log_().add_(most).squeeze(-1)
+            total = torch.logsumexp(scores, -1)
+            p = scores.sub_(finite_lse(total).unsqueeze(-1)).exp_()
+            with each.spread(p) as dense:
+                out[each.queries] = (dense @ each.values).view(*each.shape, -1)
+            lse[each.queries] = total.view(each.shape)
         return out, lse
     keys, values = _Gathered(k), _Gathered(v)
     for rows in _row_blocks(k, v, at):
@@ -196,12 +197,15 @@ def backward(
     if _is_dense(k, v, at):
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         for each in _dense_blocks(q, k, v, at):
-            p, grads = each.scores(scale), dout[each.queries].to(wide)
-            p.sub_(lse[each.queries].unsqueeze(-1)).exp_()
-            dv[each.keys_at].addmm_(p.flatten(0, 1).mT, grads.flatten(0, 1))
-            ds = (grads @ each.values.mT).sub_(delta[each.queries].unsqueeze(-1)).mul_(p).mul_(scale)
-            dq[each.queries] = ds @ each.keys
-            dk[each.keys_at].addmm_(ds.flatten(0, 1).mT, each.rows.flatten(0, 1))
+            grads = dout[each.queries].to(wide).flatten(0, 1)
+            sums, own = (x[each.queries].flatten().unsqueeze(-1) for x in (lse, delta))
+            p = each.scores(scale).sub_(sums).exp_()
+            ds = each.products(grads, each.values).sub_(own).mul_(p).mul_(scale)
+            with each.spread(p) as dense:
+                dv[each.keys_at].addmm_(dense.mT, grads)
+            with each.spread(ds) as dense:
+                dq[each.queries] = (dense @ each.keys).view(*each.shape, -1)
+                dk[each.keys_at].addmm_(dense.mT, each.rows)
         return dq, dk, dv
     keys, values = _Gathered(k, sums=True), _Gathered(v, sums=True)
     for rows in _row_blocks(k, v, at):
@@ -224,45 +228,61 @@ def _is_dense(k: Tensor, v: Tensor, at: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _DenseBlock:
-    """Queries of one key-value head [G, rows, D], widened, and the keys from the first to the last that they chose.
+    """Queries of one key-value head [N, D], widened, and the keys from the first to the last that they chose.
 
-    ``queries``: their places in [B, Hq, Sq, ...]; ``keys_at``: those of the keys [n, D] in [B, Hkv, Sk, ...].
+    ``queries``: their places in [B, Hq, Sq, ...], of the ``shape`` (groups, rows); ``keys_at``: those of the keys in
+    [B, Hkv, Sk, ...]. ``at``: int64 [N, m], which keys they chose; for none the number of keys.
     """
 
     rows: Tensor
     keys: Tensor
     values: Tensor
-    hidden: Tensor  # [rows, n], -inf where a key is not chosen, else 0
+    at: Tensor
+    none: Tensor  # bool [N, m]
     queries: tuple[int, slice, slice]
+    shape: tuple[int, int]
     keys_at: tuple[int, int, slice]
+    memory: tuple[Tensor, Tensor]  # for products, and zeros: fresh memory would cost as much time as a product
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x [N, D] times y [n, D], of the chosen keys: [N, m]."""
+        whole = self.memory[0][: len(x) * (len(y) + 1)].view(len(x), -1)
+        torch.mm(x, y.mT, out=whole[:, :-1])
+        return whole.gather(-1, self.at)
 
     def scores(self, scale: float) -> Tensor:
-        """Return scaled scores [G, rows, n], -inf where a key is not chosen."""
-        groups = len(self.rows)
-        hidden, keys = self.hidden.expand(groups, -1, -1), self.keys.mT.expand(groups, -1, -1)
-        return torch.baddbmm(hidden, self.rows, keys, alpha=scale)
+        """Return scaled scores of the chosen keys, [N, m], -inf for none."""
+        return self.products(self.rows, self.keys).mul_(scale).masked_fill_(self.none, -math.inf)
+
+    @contextmanager
+    def spread(self, x: Tensor) -> Iterator[Tensor]:
+        """Give [N, n] of zeros, with the entries [N, m] of the chosen keys."""
+        whole = self.memory[1][: len(x) * (len(self.keys) + 1)].view(len(x), -1)
+        yield whole.scatter_(-1, self.at, x)[:, :-1]
+        whole.scatter_(-1, self.at, 0.0)
 
 
 def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_DenseBlock]:
     """Yield blocks whose scores fit a core's cache."""
     wide, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
     k, v = k.to(wide), v.to(wide)
-    size = max(16, _SCORES // (groups * k.shape[2]))
+    size = min(at.shape[2], max(16, _SCORES // (groups * k.shape[2])))
+    room = groups * size * (k.shape[2] + 1)
+    memory = k.new_empty(room), k.new_zeros(room)
     for first in range(0, at.shape[2], size):
         queries = slice(first, min(first + size, at.shape[2]))
         chosen = at[:, :, queries]
         last = int(chosen.max()) + 1
         if not last:
             continue
-        keys = slice(int(chosen.where(chosen >= 0, last).min()), last)
-        count = last - keys.start
-        hidden = torch.full((*chosen.shape[:3], count + 1), -math.inf, dtype=wide, device=q.device)
-        hidden.scatter_(-1, torch.where(chosen < 0, count, chosen - keys.start), 0.0)
+        none = chosen < 0
+        keys = slice(int(chosen.masked_fill(none, last).min()), last)
+        chosen = chosen.sub(keys.start).masked_fill_(none, last - keys.start)
         for batch, head in product(range(k.shape[0]), range(k.shape[1])):
-            heads = slice(head * groups, (head + 1) * groups)
-            rows, mask = q[batch, heads, queries].to(wide), hidden[batch, head % hidden.shape[1], :, :count]
-            parts = k[batch, head, keys], v[batch, head, keys]
-            yield _DenseBlock(rows, *parts, mask, (batch, heads, queries), (batch, head, keys))
+            heads, shape = slice(head * groups, (head + 1) * groups), (groups, chosen.shape[2])
+            own = (x[batch, head % x.shape[1]].expand(groups, -1, -1).flatten(0, 1) for x in (chosen, none))
+            parts = q[batch, heads, queries].to(wide).flatten(0, 1), k[batch, head, keys], v[batch, head, keys], *own
+            yield _DenseBlock(*parts, (batch, heads, queries), shape, (batch, head, keys), memory)
 
 
 def _row_blocks(k: Tensor, v: Tensor, at: Tensor) -> Iterator[slice]:
