@@ -280,9 +280,10 @@ def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_Dens
         chosen = chosen.sub(keys.start).masked_fill_(none, last - keys.start)
         for batch, head in product(range(k.shape[0]), range(k.shape[1])):
             heads, shape = slice(head * groups, (head + 1) * groups), (groups, chosen.shape[2])
-            own = (x[batch, head % x.shape[1]].expand(groups, -1, -1).flatten(0, 1) for x in (chosen, none))
-            parts = q[batch, heads, queries].to(wide).flatten(0, 1), k[batch, head, keys], v[batch, head, keys], *own
-            yield _DenseBlock(*parts, (batch, heads, queries), shape, (batch, head, keys), memory)
+            own, hidden = (x[batch, head % x.shape[1]].expand(groups, -1, -1).flatten(0, 1) for x in (chosen, none))
+            rows = q[batch, heads, queries].to(wide).flatten(0, 1)
+            places = (batch, heads, queries), shape, (batch, head, keys)
+            yield _DenseBlock(rows, k[batch, head, keys], v[batch, head, keys], own, hidden, *places, memory)
 
 
 def _row_blocks(k: Tensor, v: Tensor, at: Tensor) -> Iterator[slice]:
