@@ -45,6 +45,7 @@ SIZES = GenerationArguments(new_tokens=3, rounds=2)
 TINY = {
     "generate": "--worlds 2 --contexts 64 --rounds 1 --new-tokens 3",
     "hybrid": "--models qwen3_5_text --seq-len 64 --worlds 2 --rounds 1",
+    "indexed": "--seq-lens 300 --ours 400 --threads 1 --rounds 1",
     "longest": "--ranks 2 --first 2048 --most 2048 --document 512",
     "memory": "--seq-len 512 --worlds 1 2 --heads 2",
     "step": "--seq-len 64 --worlds 1 --rounds 1 --recompute --peak-tflops 1",

@@ -322,7 +322,7 @@ MODELS: Cases = [
     ("hf.check_config(config('recurrent_gemma'))", "ValueError: block_types of the configuration has 'recurrent':"),
     ("hf.check_config(config('bloom'))", "ValueError: transformer.h.0.self_attention (BloomAttention) adds biases"),
     ("hf.check_config(config('rwkv'))", "ValueError: rwkv.blocks.0.attention (RwkvSelfAttention) is a recurrence"),
-    ("hf.check_config(config('deepseek_v32'))", "ValueError: layer_types of the configuration has"),
+    ("hf.check_config(config('deepseek_v4'))", "ValueError: layer_types of the configuration has"),
     ("hf.check_config(config('bigbird_pegasus'))", "ValueError: model.decoder (BigBirdPegasusDecoder) has"),
     ("hf.unparallelize(eager)", "ValueError: model is a LlamaForCausalLM that is not parallelized; don't call"),
     (

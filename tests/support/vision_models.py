@@ -55,6 +55,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm46v": {"text_config": _ROPE},
     "glm4v": {"text_config": _ROPE},
     "glm4v_moe": {"text_config": _HALF},
+    "glm5_next": {
+        "text_config": {"num_key_value_heads": 4, "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": 0}
+    },
     "glm_ocr": {"text_config": _ROPE},
     "glmga": {"text_config": _ROPE},
     "inkling2": {"vision_config": {"text_hidden_size": 64}},

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from burst_attention import burst_attention, make_plan
+from burst_attention.attention import chosen_attention
 from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
@@ -61,7 +62,8 @@ SMALL = (
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     | dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4)
     | dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), 96)
-    | {"index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
+    # Far fewer keys than there are; with many heads no score is 0, so that stock's order of equal ones does not matter.
+    | {"index_head_dim": 16, "index_n_heads": 16, "index_topk": 8, "index_block_size": 4, "index_topk_blocks": 2}
     | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32)
     | dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 32)
     | dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
@@ -103,6 +105,9 @@ OWN: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "dots3_note_text": dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4)
+    | dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "shared_experts_intermediate_size"), 32)
+    | {"swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16},
     "gemma3_text": {"layer_types": _MIXED},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": _MIXED, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {"global_head_dim": 16, "top_k_experts": 2, "num_experts": 4, "moe_intermediate_size": 32},
@@ -115,6 +120,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2, "index_n_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -498,6 +504,9 @@ def first_line(error: BaseException) -> str:
 def _noting(windows, mechanisms, q, k, v, plan, **options):
     windows.add(plan.mask.window)
     mechanisms |= {name for key, name in (("softcap", "soft cap"), ("sinks", "sinks")) if key in options}
+    if (indices := options.pop("indices", None)) is not None:
+        mechanisms.add("indexer")
+        return chosen_attention(q, k, v, indices, plan, **options)[0]
     return burst_attention(q, k, v, plan, **options)
 
 

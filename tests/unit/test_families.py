@@ -17,20 +17,25 @@ from tests.tools import families
 # By the configuration's layers, by a layer's own attention, by the parts of the model, by its layers.
 REFUSED = {
     "recurrent_gemma": "a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
-    "deepseek_v32": "its indexer picks each query's keys by scores over the whole sequence",
+    "deepseek_v4": "its queries see keys that sum up groups of tokens",
     "bloom": "BloomAttention) adds biases by distance (ALiBi)",
     "musicgen": "MusicgenDecoder) reads several codebooks",
     "bigbird_pegasus": "says is_causal=False, but the configuration is_decoder=True",
     "doge": "DogeAttention) makes its mask from the values of the keys",
     "dory": "lm_head is a DoryLMHead, not a plain linear layer",
     "inkling2_loop_text": "layer_types of the configuration has 'hybrid_sliding'",
-    "hy_v4": "its indexer picks each query's keys by scores over the whole sequence",
 }
 MECHANISMS = {
     "lara_mini": {"gated delta"},
     "lfm2": {"convolution"},
     "mamba": {"Mamba 1"},
     "gpt_oss": {"sinks"},
+    "deepseek_v32": {"indexer"},
+    "glm_moe_dsa": {"indexer"},
+    "axk2": {"indexer"},
+    "dots3_note_text": {"indexer"},
+    "hy_v4": {"indexer", "sinks"},
+    "minimax_m3_vl_text": {"indexer"},
     "gemma2": {"soft cap"},
     "llama4_text": {"chunks"},
     "gpt_neo": {"scores"},
@@ -40,24 +45,25 @@ MECHANISMS = {
     "roformer": {"encoder", "scores", "positions"},
 }
 # Run on one rank as they are: everyday, and the others.
-ALONE = ("recurrent_gemma", "deepseek_v32", "bloom", "bigbird_pegasus", "doge", "zaya", "rwkv", "xlnet")
+ALONE = ("recurrent_gemma", "deepseek_v4", "bloom", "bigbird_pegasus", "doge", "zaya", "rwkv", "xlnet")
 ALONE_TOO = (
-    *("axk2", "cpmant", "deepseek_v4", "glm_moe_dsa", "hy_v4", "inkling_text", "inkling2_text", "inkling2_loop_text"),
-    *("minimax_m3_vl_text", "mpt", "prophetnet", "xlm", "xlstm"),
+    *("cpmant", "inkling_text", "inkling2_text", "inkling2_loop_text"),
+    *("mpt", "prophetnet", "xlm", "xlstm"),
 )
 # Not run on one rank here: too large, of several codebooks, without a loss in eval mode (Reformer). Dory's head is
 # refused on one rank, too.
-NOT_ALONE = ("blt", "dots3_note", "dots3_note_text", "git", "mllama", "phi4_multimodal")
+NOT_ALONE = ("blt", "dots3_note", "git", "mllama", "phi4_multimodal")
 NOT_ALONE += ("musicgen", "musicgen_melody", "reformer", "dory")
 WITHOUT_TOKENS = ("inkling2_text", "inkling2_loop_text", "xlstm")  # generate fails without the library, too
-SMALLER = {"minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}}
 BOTH = {None, families.WINDOW}
 # Forms that a default configuration does not have, and how they refuse to generate with a cache over ranks.
 FORMS = {
     "gemma4_text": ({"num_kv_shared_layers": 2, "layer_types": families._MIXED}, "share keys and values"),
     "ministral3": ({"rope_parameters": TEMPERED}, "equal"),
 }
-WINDOWS = dict.fromkeys(("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo", "lara_mini"), BOTH)
+WINDOWS = dict.fromkeys(
+    ("gemma3_text", "cohere2", "gemma2", "gpt_oss", "gpt_neo", "lara_mini", "dots3_note_text"), BOTH
+)
 WINDOWS["mamba"] = set()
 # How the others refuse to generate with a cache over ranks.
 REFUSED_CACHES = {
@@ -70,6 +76,8 @@ REFUSED_CACHES = {
     "roformer": "a custom head or forward",
     "llama4_text": "a custom attention or counts positions",
     "openai-gpt": "takes no cache",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4"), "'indexed_attention', which"),
+    "minimax_m3_vl_text": "'minimax_m3_sparse', which",
 }
 if known.CACHE == "past_key_values":  # transformers 5.24 rewrote it: it calls the attention of the configuration
     REFUSED_CACHES["codegen"], MECHANISMS["codegen"] = "a custom attention or counts positions", {"scores"}
@@ -133,7 +141,7 @@ def test_one_rank_runs_each_model_that_several_refuse(model_type):
 
 def _plain_and_alone(model_type):
     """A model, and its copy on one rank; their losses, gradients and tokens are the same."""
-    own = families.OWN.get(model_type, {}) | SMALLER.get(model_type, {})
+    own = families.OWN.get(model_type, {})
     config, parts = families.built(model_type, **own)
     assert sum(each.numel() for each in parts.parameters()) < families.LARGEST
     plain = families.model_of(model_type, config, "eager").float()

@@ -34,6 +34,7 @@ PROGRAMS: Mapping[str, str] = {
     "generate": "claims.generation",
     "gpu": "claims.gpu",
     "hybrid": "claims.hybrid",
+    "indexed": "claims.indexed",
     "kernels": "claims.kernels",
     "longest": "claims.longest",
     "memory": "claims.memory",

@@ -2,6 +2,7 @@
 
 from .batch import Reach, mask_of, widest_of
 from .call import burst_attention
+from .chosen import choose_blocks, choose_keys, chosen_attention
 from .footprint import peak_bytes
 from .hardware import known_rates, shape_of, usual_rates
 from .new_plan import make_plan
@@ -11,6 +12,9 @@ __all__ = [
     "Plan",
     "Reach",
     "burst_attention",
+    "choose_blocks",
+    "choose_keys",
+    "chosen_attention",
     "known_rates",
     "make_plan",
     "mask_of",

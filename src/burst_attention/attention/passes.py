@@ -56,8 +56,58 @@ def cache(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int, *, results: bo
     return *inputs, q.new_empty(out), q.new_empty(out[:3], dtype=accumulation_dtype(q.dtype))
 
 
+class Pass:
+    """What circulates in a sweep, what a visit of two shards computes, and how partial results combine."""
+
+    direction: ClassVar[Direction]
+    returns: ClassVar[tuple[Side, ...]]
+
+    @property
+    def own(self) -> Mapping[Side, Tensors]:
+        """The tensors of each side that this rank holds and that circulate."""
+        raise NotImplementedError
+
+    @property
+    def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
+        """The buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
+        return {}
+
+    @property
+    def own_results(self) -> Tensors:
+        """The buffers that cache the results of the whole sequence for one head group; () to cache none."""
+        return ()
+
+    def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
+        """Return the indices of the side's tensors that belong to the payload."""
+        return tuple(range(len(self.own[side])))
+
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
+        """Compute one pair; return partial results by side, {} if a kernel extended ``running()`` in place."""
+        raise NotImplementedError
+
+    def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Allocate partial results of some rows, for one part of the heads."""
+        raise NotImplementedError
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
+        raise NotImplementedError
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        """Fold ``part`` into ``total`` in place."""
+        raise NotImplementedError
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        """Return the dtypes that partial results are rounded to before they are sent."""
+        raise NotImplementedError
+
+    def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the final results."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Forward:
+class Forward(Pass):
     """The forward pass: (out, lse) from q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv].
 
     ``keeping``: buffers to fill with the sequence group's q, k, v for one head group, and maybe out, lse; None: no
@@ -77,25 +127,20 @@ class Forward:
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        """The tensors of each side that this rank holds and that circulate."""
         return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
-        """The buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
         return {} if self.keeping is None else {Side.QUERY: self.keeping[:1], Side.KEY: self.keeping[1:3]}
 
     @property
     def own_results(self) -> Tensors:
-        """The buffers that cache the results of the whole sequence for one head group; () to cache none."""
         return (self.keeping or ())[3:]
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
-        """Return the indices of the side's tensors that belong to the payload."""
         return (0,) if side is Side.QUERY else (0, 1)
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Compute one pair; return partial results by side, {} if a kernel extended ``running()`` in place."""
         (q,), (k, v) = query, key
         if self.kernel.continues and (total := running()):
             self.kernel.extend(q, k, v, tiles, self.scale, *total)
@@ -103,33 +148,28 @@ class Forward:
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        """Allocate partial results of some rows, for one part of the heads: here (out, lse)."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         shape = (*q.shape[:2], rows)
         return q.new_empty(*shape, self.v.shape[3], dtype=dtypes[0]), q.new_empty(shape, dtype=dtypes[1])
 
     def blank(self, side: Side, rows: int) -> Tensors:
-        """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         return blank_output(q, self.v, rows, accumulation_dtype(q.dtype))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        """Fold ``part`` into ``total`` in place."""
         merge_(*total, *part)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that partial results are rounded to before they are sent."""
         wide = accumulation_dtype(self.q.dtype)
         return (wide if exact else wire_dtype(self.q.dtype)), wide
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the final results."""
         return self.q.dtype, accumulation_dtype(self.q.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Backward:
-    """The backward pass: (dq) and (dk, dv). Its methods are those of :class:`Forward`.
+class Backward(Pass):
+    """The backward pass: (dq) and (dk, dv).
 
     dout is [B, Hq, Sq, Dv]. ``stats``: (lse, D) per row, [B, Hq, Sq, 2]; None if ``keeping`` (what the forward cached)
     or ``results`` (of a rank that computes all its pairs) has out and lse. lse is 0, not -inf, in rows that see
@@ -164,10 +204,6 @@ class Backward:
             return {}
         results = (None,) if self.stats is not None else self.keeping[3:]
         return {Side.QUERY: (None, self.keeping[0], *results), Side.KEY: self.keeping[1:3]}
-
-    @property
-    def own_results(self) -> Tensors:
-        return ()
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
         if side is Side.KEY:
@@ -206,9 +242,6 @@ class Backward:
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
         return (self.q.dtype,) if side is Side.QUERY else (self.q.dtype, self.q.dtype)
-
-
-Pass = Forward | Backward
 
 
 @dataclass(frozen=True, eq=False)

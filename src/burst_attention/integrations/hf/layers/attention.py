@@ -12,7 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import PADDING, PlanArgument, Plans
 from burst_attention.attention.call import DTYPES, burst_attention
+from burst_attention.attention.chosen import chosen_attention
 from burst_attention.attention.hardware import CallShape
+from burst_attention.attention.plan import Plan
 
 from ..reading.known import NAME
 from ..running import ALONE, RUNNING, RunningPlans
@@ -61,6 +63,8 @@ class Attention:
         sliding_window: Any = UNSTATED,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        block_indices: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Check the layer's arguments, then compute its attention [B, S_local, Hq, Dv]; no weights.
@@ -68,6 +72,8 @@ class Attention:
         Args:
             query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv]; s_aux: the layer's sinks [Hq].
             plan: those of the running call, as layers pass them on. Any others are checked as plans by hand.
+            indices: [B, S_local, count], the keys that the layer's indexer has chosen; block_indices: [B, Hkv, S_local,
+                count], those in the blocks that it has chosen (:mod:`.indexed`).
             attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
                 has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
         """
@@ -76,6 +82,9 @@ class Attention:
         options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
         options |= {} if softcap is None else {"softcap": softcap}
         options |= {} if s_aux is None else {"sinks": s_aux}
+        indices = block_indices if indices is None else indices
+        if indices is not None:
+            options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         if isinstance(plan, Step):
@@ -84,6 +93,8 @@ class Attention:
         with Plans.of(plan).one.agreement.entering("burst_attention", once=True):
             checks.check_keywords(dropout, others, getattr(module, "config", None))
             checks.check_attend(attend, options)
+            if block_indices is not None and attend is _to_chosen:
+                checks.check_blocks(module, plan)
             request = checks.mask_request(attention_mask)
             chunk = None if request is None else request.chunk
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)
@@ -103,6 +114,20 @@ class Attention:
             mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
+
+
+def _to_chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    indices: torch.Tensor,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention to the keys that a layer's indexer has chosen."""
+    return chosen_attention(q, k, v, indices, plan, scale=scale, sinks=sinks)[0]
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:

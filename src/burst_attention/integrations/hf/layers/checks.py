@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,9 +48,14 @@ class MaskRequest:
     together: torch.Tensor | None = None  # int [B, S], groups that also see each other's later tokens; -1: none
     beyond: bool = False  # whether a group's tokens see each other even if the window is shorter
 
+    dtype: ClassVar[torch.dtype] = torch.float32  # an indexer adds its mask to the scores, unless it is of bools
+
     def __getitem__(self, rows: Any) -> MaskRequest:
-        """Return the mask itself for all its rows: models cut a mask to the queries whose logits are wanted."""
-        if any(row not in (slice(None), slice(0, None)) for row in rows):
+        """Return the mask itself for all its rows: models cut a mask to the queries whose logits are wanted.
+
+        An attention with an indexer gives it the mask of the first head.
+        """
+        if any(row not in (slice(None), slice(0, None)) and (n, row) != (1, 0) for n, row in enumerate(rows)):
             raise ValueError(f"attention_mask: a part of a mask ({rows}) is not supported; the plan's mask is whole")
         return self
 
@@ -159,6 +164,15 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
                 f"{name}={shown(options[name])} of the layer: the attention {getattr(attend, '__name__', attend)!r} "
                 "does not take it; use burst_attention"
             )
+
+
+def check_blocks(module: torch.nn.Module, plans: Any) -> None:
+    """Refuse packed documents for an indexer of blocks of keys."""
+    if Plans.of(plans).one.mask.cu_seqlens is not None:
+        raise ValueError(
+            f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks from the start "
+            "of a row; give each document a row"
+        )
 
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:

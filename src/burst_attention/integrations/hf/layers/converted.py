@@ -31,6 +31,7 @@ from ..reading import Kind, Part, Reading, known
 from ..running import ALONE, RUNNING, running, running_plans
 from . import checks
 from .dealt import Step, passed
+from .indexed import Indexed, Indexer
 from .own_attention import OwnAttention
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
@@ -55,7 +56,8 @@ def _mixin_of(part: Part) -> type[Converted] | None:
 def _reads_plans(part: Part) -> bool:
     """Return whether a part gets no keywords from its layer, but needs its plans."""
     by_context = vars(part.module).get("burst_by_context", False)  # experts
-    return part.kind is Kind.MIXER or known.gets_no_keywords(part.module) or by_context
+    by_kind = part.kind in (Kind.MIXER, Kind.INDEXED)
+    return by_kind or by_context or known.gets_no_keywords(part.module)
 
 
 def check_converted(reading: Reading) -> None:
@@ -74,6 +76,11 @@ def check_cached(body: Reading, argument: str) -> None:
             raise ValueError(
                 f"{argument}: {part.name} ({kind}, {mechanism}) has a state that no cache over ranks holds; leave it "
                 "out"
+            )
+        if part.kind is Kind.INDEXER:
+            raise ValueError(
+                f"{argument}: {part} chooses keys over all ranks, and no cache over ranks holds its keys yet; generate "
+                "on one rank, without it"
             )
         if isinstance(part.module, (OwnAttention, _Placed, _Tempered)) or known.gets_no_keywords(part.module):
             raise ValueError(
@@ -225,6 +232,8 @@ def pooled(body: Any, hidden: Tensor) -> Tensor | None:
 _MIXINS: Mapping[Kind, type[Converted]] = {
     Kind.MIXER: _Mixer,
     Kind.TEMPERED: _Tempered,
+    Kind.INDEXED: Indexed,
+    Kind.INDEXER: Indexer,
     Kind.SCORES: OwnAttention,
     Kind.PLACES: _Placed,
     Kind.POOLER: _Unpooled,

@@ -20,7 +20,7 @@ from burst_attention.attention.call import keep_attention
 from burst_attention.memory.offload import Offloading, check_place, offloading
 
 from ..classes import become, revert
-from ..reading import Part, Reading, known, read
+from ..reading import Kind, Part, Reading, known, read
 from ..reading.parts import ATTENTIONS
 from ..snapshots import Snapshot, inside
 from . import head_chunks
@@ -93,6 +93,11 @@ class Memory:
         for layer in layers:
             if self.attention_chunks > 1:
                 for part in layer.inside:
+                    if part.kind is Kind.INDEXED:
+                        raise ValueError(
+                            f"memory=Memory(attention_chunks={self.attention_chunks}) can't split the heads of {part}: "
+                            "its indexer chooses keys for all of them; leave attention_chunks out"
+                        )
                     if part.kind in ATTENTIONS:
                         head_chunks.convert(part.module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets

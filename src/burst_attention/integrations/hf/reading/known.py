@@ -72,6 +72,7 @@ TUNERS = {
 LAYERS: Mapping[str, str] = {
     **dict.fromkeys(("full_attention", "sliding_attention", CHUNKED), "attention"),
     **dict.fromkeys(("attention", "global_attention", "local_attention"), "attention"),
+    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), "attention"),
     **dict.fromkeys(("linear_attention", "conv", "hybrid", "mamba", "mamba2"), "state"),  # one mixer each
     **dict.fromkeys(("mlp", "moe", "dense", "sparse"), "nothing"),
 }
@@ -84,6 +85,8 @@ SCORES = names(
     trocr.TrOCRAttention xglm.XGLMAttention
     """
 )
+# Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
+_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL")
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = names(
@@ -105,12 +108,13 @@ _READ = (
     (
         "gather scatter_ softmax topk",  # along the experts of flattened tokens
         """
-    AXK1TopkRouter AfmoeTokenChoiceRouter BailingHybridTopkRouter BeamTopKRouter Cohere2MoeTopKRouter DbrxFFN
-    DeepseekV2TopkRouter DeepseekV3TopkRouter Dots1TopkRouter Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter
-    Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter GptOssTopKRouter HYV3TopKRouter HunYuanMoEV1Gate
-    KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter MiMoV2FlashTopkRouter
-    MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter SolarOpenTopkRouter
-    Step3p7TopKRouter UnlimitedOcrTextTopkRouter
+    AXK1TopkRouter AXK2TopkRouter AfmoeTokenChoiceRouter BailingHybridTopkRouter BeamTopKRouter Cohere2MoeTopKRouter
+    DbrxFFN DeepseekV2TopkRouter DeepseekV32TopkRouter DeepseekV3TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter
+    Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter
+    GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter HunYuanMoEV1Gate
+    KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter
+    MiMoV2FlashTopkRouter MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter
+    SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
     """,
     ),
     ("scatter softmax sort sum topk", "JetMoeTopKGating"),
@@ -135,6 +139,11 @@ _READ = (
     """,
     ),
     ("all", "Gemma4TextModel"),
+    # Of the first head of a mask, for the indexer.
+    ("index", "AXK2Attention DeepseekV32Attention Dots3NoteTextAttention GlmMoeDsaAttention HYV4Attention"),
+    ("index", "HYV4VLAttention"),
+    # Over the copies of the stream.
+    ("sum", "HYV4HyperConnection HYV4HyperHead HYV4VLHyperConnection HYV4VLHyperHead"),
     ("cat einsum index pad", "BigBirdModel"),  # of masks
 )
 REVIEWED: Mapping[str, frozenset[str]] = {
@@ -154,6 +163,8 @@ REFUSED_PARTS: Mapping[str, str] = {
     "CpmAntModel": "adds biases by position to its attention scores, which no kernel here takes",
     "DogeAttention": "makes its mask from the values of the keys that it gets",
     "FalconAttention": _ALIBI,
+    "Glm5NextTextIndexer": "chooses among sums of groups of keys, which cross the shards' borders",
+    "MistralLarge4TextAttention": "shares latent keys and values between its layers (kv_sharing_modes)",
     "MptAttention": _ALIBI,
     "MusicgenDecoder": _CODEBOOKS,
     "MusicgenMelodyDecoder": _CODEBOOKS,
@@ -170,9 +181,6 @@ REFUSED_LAYERS: Mapping[str, str] = {
     "compressed_sparse_attention": _COMPRESSED,
     "heavily_compressed_attention": _COMPRESSED,
     "hybrid_sliding": _INKLING,
-    "indexed_attention": "its indexer picks each query's keys by scores over the whole sequence (there is no mask "
-    "before the call)",
-    "minimax_m3_sparse": "its index branch picks each query's blocks of keys by scores over the whole sequence",
     "recurrent": "it is a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
 }
 OTHER_LAYER = "such a layer mixes tokens without the attention"
@@ -267,6 +275,24 @@ def scores_itself(module: nn.Module) -> bool:
     home, _, folder = kind.__module__.rpartition(".")[0].rpartition(".")
     ours = home == "transformers.models" and f"{folder}.{kind.__name__}" in SCORES
     return ours and not getattr(getattr(module, "config", None), "alibi", False)
+
+
+def is_indexed(module: nn.Module) -> bool:
+    """Return whether a module is a known attention to keys that an indexer chooses, or to those of a layer before."""
+    own: Any = module
+    chooses = getattr(own, "indexer", None) is not None or getattr(own, "skip_topk", False)
+    return chooses and _starts_a_name(module, "Attention")
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Return whether a module is a known indexer."""
+    return _starts_a_name(module, "Indexer")
+
+
+def _starts_a_name(module: nn.Module, role: str) -> bool:
+    kind = stock_class(module)
+    ours = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(role)
+    return ours and kind.__name__.removesuffix(role) in _INDEXED
 
 
 def gets_no_keywords(module: nn.Module) -> bool:

@@ -189,4 +189,5 @@ def depends_on_places(reading: Reading) -> bool:
     config = reading.model.config.get_text_config(decoder=True)
     scaled = getattr(config, "attn_temperature_tuning", None)
     scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
-    return bool(scaled) or not is_rotary(reading) or embeds_positions(reading)
+    blocks = any(hasattr(part.module, "block_size") for part in reading.of(Kind.INDEXER))  # counted from a row's start
+    return blocks or bool(scaled) or not is_rotary(reading) or embeds_positions(reading)

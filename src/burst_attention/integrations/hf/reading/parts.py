@@ -25,6 +25,8 @@ class Kind(Enum):
     MIXER = "a recurrent layer or a short convolution that is known to run on shards"
     ATTENTION = "an attention that calls transformers' interface"
     TEMPERED = "such an attention that scales queries by their places"
+    INDEXED = "such an attention whose indexer chooses the keys of each query"
+    INDEXER = "an indexer that is known to choose keys over all ranks"
     SCORES = "a known attention that computes its scores itself"
     PLACES = "an embedding of positions that the module around it counts"
     POOLER = "a part that scores a sequence by one token"
@@ -32,7 +34,8 @@ class Kind(Enum):
 
 
 _INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
-ATTENTIONS = (Kind.ATTENTION, Kind.TEMPERED, Kind.SCORES)
+INTERFACE = (Kind.ATTENTION, Kind.TEMPERED, Kind.INDEXED)
+ATTENTIONS = (*INTERFACE, Kind.SCORES)
 EXCHANGING = (*ATTENTIONS, Kind.MIXER)
 
 
@@ -55,7 +58,11 @@ class Part:
             return Kind.TEMPERED
         if known.scores_itself(module):
             return Kind.SCORES
+        if known.is_indexer(module):
+            return Kind.INDEXER
         if calls_interface(module):
+            if known.is_indexed(module):
+                return Kind.INDEXED
             return Kind.ATTENTION
         if known.is_counted(module):
             return Kind.PLACES

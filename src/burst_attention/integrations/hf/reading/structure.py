@@ -19,7 +19,7 @@ from . import known, token_code, token_measure
 from .attached import added_by_package, called, is_declared
 from .configs import check_rope_type
 from .known import ALONE, NAME
-from .parts import ATTENTIONS, EXCHANGING, Kind, Part, Reading
+from .parts import ATTENTIONS, EXCHANGING, INTERFACE, Kind, Part, Reading
 
 _LAYERS = "Linear Embedding LayerNorm RMSNorm Dropout Identity Sequential ReLU GELU SiLU Tanh Sigmoid"
 # Layers of torch.nn that treat each token independently, and their subclasses that inherit the forward.
@@ -114,8 +114,7 @@ def check_added_losses(reading: Reading) -> None:
 def check_attention_is_ours(reading: Reading) -> None:
     """Refuse a model without an attention that uses transformers' interface: no layer would get a mask."""
     attentions = [part for part in reading if part.is_attention]
-    interface = (Kind.ATTENTION, Kind.TEMPERED)
-    if attentions and not any(part.kind in interface or hasattr(part.module, "stock_class") for part in attentions):
+    if attentions and not any(part.kind in INTERFACE or hasattr(part.module, "stock_class") for part in attentions):
         part = attentions[0]
         raise ValueError(
             f"{part.name} ({type(part.module).__name__}) computes its attention itself and ignores "
@@ -125,7 +124,7 @@ def check_attention_is_ours(reading: Reading) -> None:
 
 def attention_configs(reading: Reading) -> list[Any]:
     """Return the configurations from which the layers read their attention implementation; usually one."""
-    owners = [part.module for part in reading.of(Kind.ATTENTION, Kind.TEMPERED)]
+    owners = [part.module for part in reading.of(*INTERFACE)]
     if reading.of(Kind.SCORES):  # their model reads it, to make masks
         owners += [part.module for part in reading if isinstance(part.module, PreTrainedModel)]
     configs = (getattr(owner, "config", None) for owner in owners)
@@ -147,7 +146,7 @@ def reason_against(part: Part, judged: dict[Any, str | None]) -> str | None:
     module = part.module
     if hasattr(module, "stock_class"):
         return None  # the forward of a parallelized model is ours
-    if part.kind in (Kind.MIXER, Kind.SCORES, Kind.PLACES):
+    if part.kind in (Kind.MIXER, Kind.INDEXER, Kind.SCORES, Kind.PLACES):
         return None  # parallelize replaces its forward
     definer, forward = part.definer, vars(module).get("forward")
     home, kind = definer.__module__, definer.__name__

@@ -1,0 +1,210 @@
+"""Attentions whose indexer chooses keys (DeepSeek V3.2, arXiv 2512.02556), on shards.
+
+MiniMax M3's chooses blocks of keys, for each key-value head.
+
+An indexer's forward runs unchanged, but its scores of all pairs are never computed. The product of queries and keys is
+a stand-in that records what happens to it, and its ``topk`` chooses over all ranks. Any operation that the stand-in
+does not know raises an error. The attention gets the choice as ``indices``, in place of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from burst_attention.attention.chosen import choose_blocks, choose_keys
+from burst_attention.attention.plan import Plan
+
+from ..classes import Converted
+from ..running import ALONE, running_plans
+from . import checks
+from .checks import MaskRequest
+
+
+class Indexed(Converted):
+    """An attention to the keys of an indexer. Its own code cuts a mask for the indexer, so it needs one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if running_plans(self) is not ALONE and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = MaskRequest(causal=True, window=None, foreign=())
+        return super().forward(*args, **kwargs)
+
+
+class Indexer(Converted):
+    """An indexer that chooses among the keys of all ranks."""
+
+    wrong_alone = "chooses keys of this rank's shard alone"
+
+    @torch.compiler.disable  # it runs under a mode of torch functions
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = running_plans(self)
+        if plans is ALONE:
+            return super().forward(*args, **kwargs)
+        plan = checks.choose(plans, None)
+        with plan.agreement.entering("choose_keys", once=True):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            checks.check_tokens(hidden.shape[1], plan)
+        with _IndexerCall(self, plan):
+            return super().forward(*args, **kwargs)
+
+
+class _IndexerCall(TorchFunctionMode):
+    """One call of an indexer. While its forward runs, a stand-in replaces the product of queries and keys."""
+
+    def __init__(self, module: Any, plan: Plan) -> None:
+        super().__init__()
+        self.module, self.plan = module, plan
+        self._widened: dict[int, tuple[Tensor, Tensor]] = {}  # what ``float`` made of tensors in half precision
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if scores := next((each for each in args if isinstance(each, (_Scores, _Blocks))), None):
+            return scores.changed_by(func, args, kwargs)
+        name, length = _name(func), self.plan.length
+        if name == "matmul" and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
+            a, b = args
+            keys_last, of_blocks = b.shape[1::2] == (1, length), hasattr(self.module, "block_size")
+            if of_blocks and keys_last and a.shape[2] == length:
+                return _Blocks(self, a, b.mT)
+            if not of_blocks and keys_last and a.shape[1] == length:
+                q, keys = self._narrow(a), self._narrow(b)
+                return _Scores(self, q, keys) if q.dtype == keys.dtype else _Scores(self, a, b)
+        result = func(*args, **kwargs)
+        if name == "float" and args[0].dtype in (torch.bfloat16, torch.float16):
+            self._widened[id(result)] = result, args[0]
+        return result
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """Return the tensor in half precision that ``x`` is a copy of: keys are sent, and fp32 would double them."""
+        whole = x if x._base is None else x._base
+        wide, half = self._widened.get(id(whole), (None, None))
+        same = wide is whole and (wide.squeeze().shape, wide.squeeze().stride()) == (
+            x.squeeze().shape,
+            x.squeeze().stride(),
+        )
+        return half.view(x.shape) if same and half is not None else x
+
+    def refuse(self, what: str) -> ValueError:
+        """Return the error for scores that :func:`choose_keys` does not compute."""
+        return ValueError(
+            f"{type(self.module).__name__} {what} its scores, which is not known here; run the model without "
+            "hf.parallelize"
+        )
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").strip("_")
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Stands for the scores of an indexer: q [B, S, H, D] times keys [B, 1, D, S], and what was made of them."""
+
+    call: _IndexerCall
+    q: Tensor
+    keys: Tensor
+    scale: float = 1.0
+    clipped: bool = False  # by relu
+    weights: Tensor | None = None  # [B, S, 1, H]
+    masked: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of scores of all keys; with weights [B, S, keys], without the heads."""
+        batch, length, heads, _ = self.q.shape
+        return (batch, length, *(() if self.weights is not None else (heads,)), self.call.plan.seqlen)
+
+    def __mul__(self, factor: Any) -> Any:
+        fixed = isinstance(factor, (int, float)) and factor > 0 and self.weights is None
+        return replace(self, scale=self.scale * factor) if fixed else self._unknown("multiplies")
+
+    def __add__(self, mask: Any) -> Any:
+        known = isinstance(mask, MaskRequest) and self.weights is not None
+        return replace(self, masked=True) if known else self._unknown("adds to")
+
+    def squeeze(self, dim: int) -> Any:
+        """Drop the dim of the heads, over which the weights have summed."""
+        return self if dim == -2 and self.weights is not None else self._unknown("squeezes")
+
+    def topk(self, count: int, dim: int) -> Any:
+        """Return an object with ``indices`` [B, S, count], chosen over all ranks."""
+        if dim != -1 or not (self.clipped and self.masked) or self.weights is None:
+            return self._unknown("picks the best of")
+        q, weights = self.q.transpose(1, 2), self.weights.squeeze(2).transpose(1, 2)
+        found = choose_keys(q, self.keys.mT, weights, self.call.plan, count=count, scale=self.scale)
+        return SimpleNamespace(indices=found)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle torch functions outside of the indexer's forward."""
+        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
+
+    def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function makes of the scores."""
+        name = _name(func)
+        if name == "relu" and args[0] is self and self.weights is None:
+            return replace(self, clipped=True)
+        if name == "matmul" and args[1] is self and self.clipped and self.weights is None:
+            batch, length, heads, _ = self.q.shape
+            if args[0].shape == (batch, length, 1, heads):
+                return replace(self, weights=args[0])
+        return self._unknown(f"applies {resolve_name(func) or name} to")
+
+    def _unknown(self, what: str) -> Any:
+        raise self.call.refuse(what)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """Stands for MiniMax M3's scores: q [B, H, S, D] times keys [B, 1, S, D], and which operations they have seen.
+
+    Its indexer hides later keys, fills up the last block, takes each block's greatest score, and raises those of the
+    blocks before a query. All sizes there are of this rank's shard, so that no values are made.
+    """
+
+    call: _IndexerCall
+    q: Tensor
+    keys: Tensor
+    seen: tuple[str, ...] = ()
+
+    def masked_fill(self, _: Tensor, value: float) -> Any:
+        return self._after("masked_fill", value == -torch.inf)
+
+    def view(self, *shape: int) -> Any:
+        return self._after("view", shape[-1] == self.call.module.block_size)
+
+    def amax(self, dim: int) -> Any:
+        return self._after("amax", dim == -1)
+
+    def scatter_(self, dim: int, _: Tensor, value: float) -> None:
+        object.__setattr__(self, "seen", self._after("scatter", dim == -1 and value == torch.inf).seen)
+
+    def topk(self, _: int, dim: int) -> Any:
+        """Return scores and positions of the chosen blocks' keys, chosen over all ranks."""
+        module, local = self.call.module, "scatter" in self.seen
+        known = tuple(x for x in self.seen if x != "pad") == ("masked_fill", "view", "amax", *("scatter",) * local)
+        if dim != -1 or not known:
+            raise self.call.refuse("picks the best of")
+        sizes = {"count": module.topk_blocks, "size": module.block_size, "local": module.local_blocks * local}
+        found = choose_blocks(self.q, self.keys, self.call.plan, **sizes)
+        return found, found  # its forward marks the places of scores that are -inf
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle torch functions outside of the indexer's forward."""
+        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
+
+    def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function makes of the scores."""
+        return self._after(_name(func), _name(func) == "pad" and kwargs.get("value") == -torch.inf)
+
+    def _after(self, name: str, known: bool) -> _Blocks:
+        if not known:
+            raise self.call.refuse(f"applies {name} to")
+        return replace(self, seen=(*self.seen, name))

@@ -1,0 +1,210 @@
+"""Models whose indexers choose keys, over ranks: logits, loss, all gradients and choices equal those of one process."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from burst_attention import Strategy
+from burst_attention.attention.call import keep_attention
+from burst_attention.inference import ShardedCache
+from burst_attention.integrations import hf
+from burst_attention.kernels import chosen as kernel
+from burst_attention.testing import WorkerError, local_world
+from tests.support.hybrid_models import apart, one_process, over_ranks, tokens
+from tests.support.indexed_models import COUNT, FAMILIES, Choices, make_indexed, noting_choices
+
+HIDDEN, GRADIENTS = 1e-11, 1e-10
+BLOCKS = "minimax_m3_vl"
+EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
+
+
+def families_but(*left_out):
+    """The families as parameters; some are of the long tests."""
+    marks = {True: (), False: pytest.mark.long}
+    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in FAMILIES if x not in left_out]
+
+
+DOCUMENTS = (0, 3, 40, 41, 90)  # with fewer tokens than are chosen, too
+
+
+def check(model, world, documents, *, rows=1, layout="auto", prepare=None):
+    ids = tokens(documents[-1], rows)
+    expected = one_process(model, ids, documents)
+    model.zero_grad()
+    with local_world(world) as ranks:
+        found = ranks.run(lambda group: over_ranks(model, ids, documents, group, layout=layout, prepare=prepare))
+    hidden, loss, (gradient, name) = apart(found, expected)
+    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+@pytest.mark.parametrize("family", families_but())
+@pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "contiguous"), (3, "zigzag"), (4, "auto")])
+def test_one_sequence(family, world, layout):
+    check(make_indexed(family), world, (0, 97), rows=2, layout=layout)
+
+
+@pytest.mark.parametrize("family", families_but(BLOCKS))
+@pytest.mark.parametrize(("world", "layout"), [(2, "zigzag"), (3, "balanced"), (4, "contiguous")])
+def test_packed_documents(family, world, layout):
+    check(make_indexed(family), world, DOCUMENTS, layout=layout)
+
+
+def padded(model, side, **batch):
+    ids, mask = tokens(70), torch.ones(2, 70, dtype=torch.long)
+    hidden = slice(0, 19) if side == "left" else slice(51, None)
+    mask[1, hidden] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if side == "left":
+        labels[1, 19] = -100
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, **batch)
+    out.loss.backward()
+    return None, out.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", families_but())
+def test_padding(family, side):
+    if (family, side) == (BLOCKS, "left"):
+        pytest.skip("refused: test_blocks_are_counted_from_the_start_of_a_row")
+    model = make_indexed(family)
+
+    def rank(group):
+        return padded(hf.parallelize(copy.deepcopy(model), group, gradients="sum"), side)
+
+    with local_world(3) as ranks:
+        found = ranks.run(rank)
+    _, loss, gradients = padded(model, side, use_cache=False)
+    assert abs(found[0][1] / loss - 1) <= 1e-6  # transformers' loss is in fp32
+    for name, gradient in gradients.items():
+        ours = sum(result[2][name] for result in found)
+        assert (ours - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", families_but(BLOCKS))
+def test_choices_equal_one_process_index_by_index(family, monkeypatch):
+    model, ids = make_indexed(family), tokens(120)
+    alone = copy.deepcopy(model)
+    expected = noting_choices(alone)
+    alone(ids, use_cache=False)
+    choices = Choices(monkeypatch)
+    with local_world(3) as ranks:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids))
+    assert len(choices.found) == len(expected) >= 2
+    for ours, theirs in zip(choices.found, expected, strict=True):
+        few = torch.arange(120) < COUNT - 1  # where a query sees fewer, stock also names keys that its mask hides
+        assert torch.equal(ours[:, ~few], theirs[:, ~few].sort(-1).values)
+        for n in range(COUNT - 1):
+            assert (ours[:, n] == torch.tensor([-1] * (COUNT - 1 - n) + list(range(n + 1)))).all()
+
+
+def test_chosen_blocks_equal_one_process(monkeypatch):
+    model, ids = make_indexed(BLOCKS), tokens(63)
+    alone = copy.deepcopy(model)
+    expected = noting_choices(alone)
+    alone(ids, use_cache=False)
+    choices = Choices(monkeypatch)
+    with local_world(4) as ranks:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group, strategy="burst")(input_ids=ids))
+    size = model.config.index_block_size
+    assert len(choices.found) == len(expected) == 2
+    for ours, theirs in zip(choices.found, expected, strict=True):
+        keys = ours.unflatten(3, (-1, size))
+        assert torch.equal(keys[..., 0].where(keys[..., 0] < 0, keys[..., 0] // size), theirs.sort(-1).values)
+        assert (ours[:, :, -1] // size == 12).any(-1).all() and (ours[:, :, -1] // size == 11).any(-1).all()  # local
+
+
+def test_blocks_are_counted_from_the_start_of_a_row():
+    model, ids = make_indexed(BLOCKS), tokens(48)
+    positions, mask = torch.arange(48).remainder(20)[None].expand(2, -1), torch.ones_like(ids)
+    mask[0, :5] = 0
+
+    def call(**batch):
+        return lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, **batch)
+
+    assert "counts blocks from the start of a row" in refused(call(position_ids=positions))
+    assert "padding in front" in refused(call(attention_mask=mask))
+
+
+def checkpointed(model, *, keep=False):
+    model.train()
+    options = {"use_reentrant": False} | ({"context_fn": keep_attention} if keep else {})
+    model.gradient_checkpointing_enable(options)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("family", families_but(BLOCKS))
+def test_recomputation_makes_the_same_choice_or_keeps_it(family, keep, monkeypatch):
+    model, choose, calls = make_indexed(family), kernel.choose, []
+    monkeypatch.setattr(kernel, "choose", lambda *given: calls.append(given) or choose(*given))
+    choices = Choices(monkeypatch)
+    check(model, 2, (0, 90), layout="contiguous", prepare=functools.partial(checkpointed, keep=keep))
+    full = sum(type(part).__name__.endswith("Indexer") for part in model.modules())
+    first, again = choices.found[:full], choices.found[full:]
+    assert len(again) == full
+    assert len(calls) == full * 3 * (1 if keep else 2)  # rank 0 visits its own shard, rank 1 both
+    for one, other in zip(reversed(first), again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recompute", ["layer", "keep-attention"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS])
+def test_memory_options(family, recompute):
+    model, ids = make_indexed(family), tokens(64)
+    expected = one_process(model, ids, (0, 64))
+    model.zero_grad()
+
+    def rank(group):
+        ours = copy.deepcopy(model).train()
+        hf.parallelize(ours, group, gradients="sum", memory=hf.Memory(recompute=recompute, mlp_chunks=2))
+        out = ours(input_ids=ids, logits="gather")
+        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+        return out.logits.detach(), loss.item(), gradients
+
+    with local_world(2) as ranks:
+        hidden, loss, (gradient, name) = apart(ranks.run(rank), expected)
+    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+def refused(function):
+    with local_world(2) as ranks, pytest.raises(WorkerError) as caught:
+        ranks.run(function)
+    assert all(type(error) is ValueError for error in caught.value.errors.values())
+    assert len(caught.value.errors) == 2
+    return str(caught.value.errors[0])
+
+
+def test_what_is_refused_by_name():
+    model, ids = make_indexed("glm_moe_dsa"), tokens(48)
+
+    def chunks(group):
+        hf.parallelize(copy.deepcopy(model), group, memory=hf.Memory(attention_chunks=2))
+
+    def split(group):
+        hf.parallelize(copy.deepcopy(model), group, strategy=Strategy(ulysses_degree=2))(input_ids=ids)
+
+    def generate(group):
+        ours = hf.parallelize(copy.deepcopy(model), group)
+        ours.generate(ids, max_new_tokens=2, past_key_values=ShardedCache(ours.config, group))
+
+    assert "attention_chunks=2" in refused(chunks)
+    assert "ulysses_degree=2 of the strategy splits heads" in refused(split)
+    assert "has 'indexed_attention', which has no cache over ranks; generate on one rank" in refused(generate)
+
+
+def test_generation_on_one_rank_and_back():
+    model, ids = make_indexed("glm_moe_dsa"), tokens(48)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    def rank(group):
+        ours = hf.parallelize(copy.deepcopy(model), group)
+        tokens_made = ours.generate(ids, max_new_tokens=4, do_sample=False)
+        again = hf.unparallelize(ours)
+        assert all(not hasattr(part, "stock_class") for part in again.modules())
+        return tokens_made
+
+    with local_world(2) as ranks:
+        assert all(torch.equal(made, expected) for made in ranks.run(rank))

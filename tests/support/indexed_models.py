@@ -1,0 +1,72 @@
+"""Tiny models whose indexers choose keys, in fp64 throughout, and the choices that they make."""
+
+import functools
+
+import torch
+
+from burst_attention.integrations.hf.layers import indexed
+from tests.support.hybrid_models import VOCABULARY
+from tests.tools import families
+
+COUNT = 8  # keys of a query, of up to a hundred that it sees
+# With many heads no key of a query has the score 0 exactly, so that stock's order of equal scores does not matter.
+_SIZES = {"vocab_size": VOCABULARY, "index_topk": COUNT, "index_n_heads": 16, "index_head_dim": 8, "kv_lora_rank": 16}
+_SIZES |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "q_lora_rank": 24}
+_SIZES |= {"num_hidden_layers": 3, "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4}
+_SHARED = {"indexer_types": ["full", "shared", "full"]}
+_SLIDING = {"layer_types": ["indexed_attention", "sliding_attention"] * 2}
+_BLOCKS = {"index_n_heads": 2, "index_block_size": 5, "index_topk_blocks": 3, "index_local_blocks": 2, "head_dim": 8}
+_BLOCKS |= {"layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"]}
+# By package of transformers: the type of the configuration, and settings.
+FAMILIES = {
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", _SHARED),
+    "axk2": ("axk2", {}),
+    "dots3_note": ("dots3_note_text", {"num_hidden_layers": 4, "sliding_window": 7} | _SLIDING),
+    "hy_v4": ("hy_v4", _SHARED),
+    "minimax_m3_vl": ("minimax_m3_vl_text", _BLOCKS),
+}
+
+
+def make_indexed(family, **changes):
+    """The same random weights each time."""
+    kind, own = FAMILIES[family]
+    config = families.tiny_config(kind, **_SIZES | {"max_position_embeddings": 4096} | own | changes)
+    config._attn_implementation, config._experts_implementation, config.use_cache = "eager", "eager", False
+    module = families.double_module(family)
+    made = next(each for name, each in vars(module).items() if name.endswith("ForCausalLM"))
+    torch.manual_seed(0)
+    model = made(config).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.15, generator=generator)
+            elif "norm" not in name:
+                parameter.normal_(0, 0.1, generator=generator)
+    return model.eval()
+
+
+def noting_choices(model):
+    """A list that gets each indexer's choice, [B, S, count], as a model of one process runs."""
+    found = []
+    for part in model.modules():
+        if type(part).__name__.endswith("Indexer"):
+            part.register_forward_hook(lambda _, __, chosen: found.append(chosen.long()))
+    return found
+
+
+class Choices:
+    """Notes the choices of all ranks, in the order of calls, in place of the functions of ``indexed``."""
+
+    def __init__(self, monkeypatch):
+        self.found = []
+        for name in ("choose_keys", "choose_blocks"):
+            monkeypatch.setattr(indexed, name, functools.partial(self._noted, getattr(indexed, name)))
+
+    def _noted(self, choose, *given, **options):
+        chosen, plan = choose(*given, **options), given[-1]
+        whole = plan.unshard(chosen, chosen.dim() - 2)
+        if plan.rank == 0:
+            self.found.append(whole)
+        return chosen
