@@ -249,6 +249,13 @@ def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp
     assert adapted == pytest.approx(summary.held_out_loss, abs=1e-5)
 
 
+def test_adapters_in_fp64_are_alike_on_all_ranks(pools, corpus, llama, tmp_path):
+    for world in (1, 2):
+        config = lora_config(corpus, tmp_path / str(world), llama, steps=2, dtype="float64", eps=1e-5)
+        pools(world).run(train, config)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-7)  # some norms are in fp32
+
+
 @pytest.mark.parametrize(
     "model_type", ["falcon_h1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5_text", "gpt_oss"))]
 )

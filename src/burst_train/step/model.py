@@ -246,6 +246,9 @@ def _with_weights(
         if lora is not None:
             torch.manual_seed(seed)
             add_adapters(model, lora)
+            for parameter in model.parameters():  # PEFT casts adapters to their layer's dtype, but not on "meta"
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(master)
     if not first:
         # Unwritten memory needs no physical pages, and sharding keeps only this rank's part.
         model.to_empty(device="cpu")
