@@ -167,7 +167,7 @@ def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None, *, caus
 
 
 def within(mask: Mask, reach: Reach, seqlen: int) -> Mask:
-    """Return a mask for layers with this reach; a chunk is like a document. Its own window is for layers without one.
+    """Return a mask for layers with this reach; a chunk is like a document. Of two windows the smaller one holds.
 
     Raises:
         ValueError: layers with a window or chunks can't have this mask.
@@ -175,7 +175,9 @@ def within(mask: Mask, reach: Reach, seqlen: int) -> Mask:
     if reach is None:
         return mask
     if not isinstance(reach, Chunked):
-        return replace(mask, window=reach)
+        if mask.prefix is not None:
+            raise ValueError(f"mask={mask!r} for layers with a window of {reach} tokens: pass a mask without prefix")
+        return replace(mask, window=reach if mask.window is None else min(reach, mask.window))
     if mask != Mask(mask.causal, cu_seqlens=mask.cu_seqlens):
         raise ValueError(f"mask={mask!r} for layers of chunks of {reach.size} tokens: pass a mask of documents alone")
     documents = itertools.pairwise((0, seqlen) if mask.cu_seqlens is None else mask.cu_seqlens)

@@ -81,6 +81,8 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
                 + ("set layer_types and sliding_window of the configuration to what its layers use" if ours else remedy)
             )
         plan = plan[wanted]
+        if ours:  # its window may be smaller than the layer's: that of a mask by hand
+            return plan
     stated = window is not UNSTATED and window != plan.mask.window
     if stated and _reach(window, plan) != _reach(plan.mask.window, plan):
         raise ValueError(
