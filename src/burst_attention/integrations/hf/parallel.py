@@ -181,7 +181,7 @@ def _convert(base: Any, plan: Plan, *, left: str | None, **state: Any) -> None:
         **state,
     )
     if left is None:
-        converted.convert(body)
+        converted.convert_body(body)
         vision.convert(base)
         vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]

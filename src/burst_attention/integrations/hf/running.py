@@ -29,6 +29,15 @@ class RunningPlans(Plans):
         super().__init__(by_window)
         self.positions, self.masked = positions, masked
 
+    def check_body(self, body: torch.nn.Module, position_ids: Any) -> None:
+        """Refuse a body that got other positions than its shard has, or none: it would count them by itself."""
+        if position_ids is not self.positions and not _is_view(position_ids, self.positions):
+            what = "missing" if position_ids is None else "not those of its shard"
+            raise ValueError(
+                f"position_ids of {type(body).__name__} are {what} on rank {self.one.rank}; call it with all arguments "
+                "of a shard, such as model.model(**shard), inside of the shard's own `with hf.shards(...)`"
+            )
+
     def check_positions(self, position_ids: Any) -> None:
         """Refuse a layer that got other positions than the body. A layer that gets none has turned q and k already."""
         if position_ids is None or self.positions is None or position_ids is self.positions:

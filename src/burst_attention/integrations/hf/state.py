@@ -67,7 +67,7 @@ class ModelState:
 
     def _check(self, reading: Reading) -> None:
         body, over_ranks, cut = reading.text, self.plans.base.world > 1, self.meeting.inner is not None
-        converted.convert(body)
+        converted.convert_body(body)
         self.memory.check(body)
         if over_ranks or cut:
             attached.check_random(reading, body)

@@ -28,7 +28,8 @@ from burst_attention.recurrence.exchange import RunExchange
 
 from ..classes import Converted, become, revert, stock_class
 from ..reading import Kind, Part, Reading, known
-from ..running import ALONE, RUNNING, running, running_plans
+from ..reading.forwards import parameters_in, taker_of
+from ..running import ALONE, RUNNING, RunningPlans, running, running_plans
 from . import checks
 from .dealt import Step, passed
 from .indexed import Indexed, Indexer
@@ -44,6 +45,12 @@ def convert(body: Reading) -> None:
     for part in body:
         if mixin := _mixin_of(part):
             become(part.module, mixin)
+
+
+def convert_body(body: Reading) -> None:
+    """Convert a model's parts, and the module that gets its body's arguments."""
+    convert(body)
+    become(taker_of(body.model), _Body)
 
 
 def _mixin_of(part: Part) -> type[Converted] | None:
@@ -117,6 +124,21 @@ class _Layer(Converted):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with running(kwargs.pop(_KEYWORD, None)):
             return super().forward(*args, **kwargs)
+
+
+class _Body(Converted):
+    """A model's body: parts without keywords read the plans of its arguments, whichever block of ``shards`` is open."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plans = kwargs.get("plan", RUNNING.plans)
+        if not isinstance(plans, RunningPlans):
+            return super().__call__(*args, **kwargs)
+        if plans.positions is not None and "position_ids" in (names := parameters_in(self)):
+            given = dict(zip(names, args, strict=False)) | kwargs
+            with plans.one.agreement.entering("burst_attention", once=True):
+                plans.check_body(self, given.get("position_ids"))
+        with running(plans):
+            return super().__call__(*args, **kwargs)
 
 
 class _Mixer(Converted):
