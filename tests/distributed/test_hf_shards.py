@@ -6,7 +6,16 @@ import re
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
@@ -21,6 +30,7 @@ MASKS = {
     "causal": Mask(),
     "prefix": Mask(prefix=13),
     "window": Mask(window=9),
+    "narrow": Mask(window=3),
     "documents": Mask(cu_seqlens=CUT),
     "blocks": Mask(blocks=BLOCKS | torch.eye(5).bool(), block=8),
     "groups": Mask(together=torch.arange(SEQLEN) // 7 - 1),
@@ -92,6 +102,8 @@ def shares_of_bounds(name, world, mask, *, checkpointing=False, memory=None):
         *((name, "documents") for name in MODELS if name != "llama"),
         ("gemma3", "blocks"),
         ("mistral", "causal"),
+        *((name, "narrow") for name in ("mistral", "gemma3")),
+        ("qwen3", "window"),
     ],
 )
 def test_a_loss_of_local_states_under_a_mask_is_one_process(name, kind):
@@ -134,6 +146,37 @@ def test_without_a_mask_the_loss_is_the_models():
         assert ranks.run(losses) == [[True] * 3] * 3
 
 
+@pytest.mark.parametrize("mask", [None, Mask(cu_seqlens=CUT)])
+def test_shifted_labels_are_taken_as_they_are(mask):
+    shifted = make_batch()["labels"]
+    model = hf.parallelize(make_model("llama"))
+    for labels in ({}, {"labels": shifted}):  # as trainers pass both
+        with hf.shards(model, {"input_ids": IDS, "shift_labels": shifted, **labels}, mask=mask) as shard:
+            assert torch.equal(shard.labels, shifted)
+
+
+def test_two_open_blocks_keep_their_documents():
+    """Bart counts positions in a part that gets no keywords."""
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+    config = BartConfig(**sizes, decoder_ffn_dim=48, dropout=0.0, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    ready, cuts = BartForCausalLM(config).double(), (CUT, (0, 5, SEQLEN))
+    places = [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cut)])[None].repeat(2, 1) for cut in cuts]
+
+    def run(group):
+        model = hf.parallelize(copy.deepcopy(ready), group, strategy=WHOLE_HEADS)
+        first, second = ({"input_ids": IDS, "position_ids": each} for each in places)
+        with hf.shards(model, first) as a, hf.shards(model, second) as b:
+            made = [(each, model.model(**each)[0]) for each in (a, b)]
+        return [each.plan.unshard(hidden.detach(), 1) for each, hidden in made]
+
+    with local_world(2) as ranks:
+        made = ranks.run(run)[0]
+    for found, cut in zip(made, cuts, strict=True):
+        parts = [ready.model(input_ids=IDS[:, a:b], use_cache=False)[0] for a, b in itertools.pairwise(cut)]
+        assert (found - torch.cat(parts, 1)).norm() <= 1e-6 * found.norm()  # layer norms are in fp32
+
+
 def test_a_hybrid_keeps_its_states():
     ready, ids = make_hybrid("qwen3_5").train(), torch.arange(SEQLEN)[None] % 50
     batch = {"input_ids": ids, "labels": ids}
@@ -159,7 +202,12 @@ REFUSED = {
     "batch is a list": (TypeError, [IDS], None),
     "mask='causal' must be a burst_attention.Mask": (TypeError, {"input_ids": IDS}, "causal"),
     "input_ids are missing": (ValueError, {}, None),
-    "batch has pixel_values=Tensor": (ValueError, {"input_ids": IDS, "pixel_values": IDS}, None),
+    "batch has pixel_values=Tensor.* use shard.plan.shard": (ValueError, {"input_ids": IDS, "pixel_values": IDS}, None),
+    r"batch has use_cache=False, which hf.shards can't cut; leave it out$": (
+        ValueError,
+        {"input_ids": IDS, "use_cache": False},
+        None,
+    ),
     "the attention of LlamaForCausalLM is causal=True": (ValueError, {"input_ids": IDS}, Mask(causal=False)),
     "position_ids and mask=Mask(.*) both describe documents": (
         ValueError,
@@ -248,6 +296,20 @@ def test_a_call_of_the_whole_model_inside_is_refused_and_a_body_outside_too():
         assert kind is ValueError and "plan is missing: call hf.parallelize(model), then the model, or its body" in text
 
 
+def test_a_body_without_its_shards_positions_is_refused():
+    """BERT embeds positions before its first layer, so no attention sees those that it counts."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = hf.parallelize(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4)).eval())
+    with hf.shards(model, {"input_ids": IDS}) as first, hf.shards(model, {"input_ids": IDS}) as shard:
+        others = {name: x for name, x in shard.items() if name != "position_ids"}
+        with pytest.raises(ValueError, match="position_ids of BertModel are missing on rank 0; call it with all"):
+            model.bert(**others)
+        with pytest.raises(ValueError, match="position_ids of BertModel are not those of its shard on rank 0"):
+            model.bert(**others, position_ids=first["position_ids"])
+        model.bert(**first), model.bert(**shard)
+    assert model.bert(**shard).pooler_output is None  # the shard's first token is not the sequence's
+
+
 def test_models_without_a_body_on_shards_are_refused():
     with (
         pytest.raises(TypeError, match=r"is not parallelized; call hf\.parallelize first"),
@@ -262,6 +324,18 @@ def test_models_without_a_body_on_shards_are_refused():
         pass
     with hf.shards(model, {"input_ids": IDS}) as shard:
         assert shard.labels is None and model.model(**shard)[0].shape == (2, SEQLEN, 32)
+
+
+def test_masks_that_do_not_fit_a_model_are_refused():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    roberta = hf.parallelize(RobertaForMaskedLM(RobertaConfig(**sizes, num_attention_heads=4)).eval())
+    cases = (
+        (roberta, Mask(False, cu_seqlens=CUT), "has documents, but RobertaForMaskedLM counts positions over the whole"),
+        (hf.parallelize(make_model("mistral")), Mask(prefix=3), f"window of {WINDOW} tokens: pass a mask without pre"),
+    )
+    for model, mask, message in cases:
+        with pytest.raises(ValueError, match=message), hf.shards(model, {"input_ids": IDS}, mask=mask):
+            pass
 
 
 def test_the_old_spelling_warns_and_names_the_new_one():

@@ -166,11 +166,18 @@ def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
     documents = [name for name in given if name in ("position_ids", *PACKING)]
     for name, value in given.items():
         if name not in (*BATCH, *TOKENS):
-            raise ValueError(f"batch has {name}={shown(value)}, which can't be cut; use shard.plan.shard({name}, 1)")
+            cut = isinstance(value, torch.Tensor) and value.dim() > 1
+            remedy = f"leave it out, and use shard.plan.shard({name}, 1)" if cut else "leave it out"
+            raise ValueError(f"batch has {name}={shown(value)}, which hf.shards can't cut; {remedy}")
     if mask is not None and mask.causal != state.plans.causal:
         raise ValueError(f"mask={mask!r}: the attention of {kind} is causal={state.plans.causal}; pass that")
     if mask is not None and documents:
         raise ValueError(f"{documents[0]} and mask={mask!r} both describe documents; leave one of them out")
+    if mask is not None and mask.cu_seqlens is not None and _counter_of_positions(text_of(model)) is not None:
+        raise ValueError(
+            f"mask={mask!r} has documents, but {kind} counts positions over the whole row; pass position_ids that "
+            "restart at 0 where each document begins, and no mask"
+        )
     if mask is not None and isinstance(given.get("attention_mask"), torch.Tensor) and not given["attention_mask"].all():
         raise ValueError(f"attention_mask has padding, which mask={mask!r} does not; make the padding a document of it")
     if state.form is None and "labels" in given:

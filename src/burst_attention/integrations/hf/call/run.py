@@ -215,7 +215,7 @@ def _agreed_on_shards(model: Any, batch: Any, mask: Mask | None) -> Call:
                 "front, or fewer tokens than ranks; make rows alike and pad behind the tokens, or call the model itself"
             )
         plans = state.plans.get(rows.shape[1], rows.cu_seqlens, mask)
-        if mask is not None and given.get("labels") is not None:
+        if mask is not None and given.get("labels") is not None and given.get("shift_labels") is None:
             rows = replace(rows, targets=plans.one.shift_labels(given["labels"].cpu(), ignore_index=IGNORED))
         call = Call(given, rows, None, 0, False, False, False, False, plans)
         fields, _, _ = _fields(model, call)
