@@ -85,10 +85,10 @@ class _Placed:
     @property
     def segments(self) -> list[Segments]:
         """The positions of each rank, ascending."""
-        found: list[list[range]] = [[] for _ in self.tokens]
+        ranges: list[list[range]] = [[] for _ in self.tokens]
         for rank, start, stop in sorted(self.pieces):
-            found[rank].append(range(start, stop))
-        return [joined(each) for each in found]
+            ranges[rank].append(range(start, stop))
+        return [joined(each) for each in ranges]
 
     def give(self, ranks: np.ndarray, parts: _Parts) -> None:
         """Put part n on rank ``ranks[n]``. No rank gets two."""
@@ -219,10 +219,10 @@ def _least_loaded(placed: _Placed, loads: list[tuple[float, int]]) -> int:
 
 def joined(ranges: Iterable[range]) -> Segments:
     """Join each range with the next one if they touch; leave out empty ones."""
-    found: list[range] = []
-    for each in ranges:
-        if found and found[-1].stop == each.start:
-            found[-1] = range(found[-1].start, each.stop)
-        elif len(each):
-            found.append(each)
-    return tuple(found)
+    merged: list[range] = []
+    for span in ranges:
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = range(merged[-1].start, span.stop)
+        elif len(span):
+            merged.append(span)
+    return tuple(merged)
