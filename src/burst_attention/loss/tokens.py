@@ -107,30 +107,30 @@ def _measured(
     measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ledger's measures [measures, n] of z [n, V], and lse [n]. Overwrites z."""
-    found = {"lse": torch.logsumexp(logits, 1)}
+    stats = {"lse": torch.logsumexp(logits, 1)}
     if part is None:
-        found["label"] = logits.gather(1, target[:, None]).squeeze(1)
+        stats["label"] = logits.gather(1, target[:, None]).squeeze(1)
     else:
         row, inside = part.place(target)
-        found["label"] = logits.gather(1, row[:, None]).squeeze(1).masked_fill_(~inside, -torch.inf)
+        stats["label"] = logits.gather(1, row[:, None]).squeeze(1).masked_fill_(~inside, -torch.inf)
     if "mean_logits" in measures:
-        found["mean_logits"] = logits.mean(1)
+        stats["mean_logits"] = logits.mean(1)
     if "is_top1" in measures:
-        found["most"] = logits.amax(1)
+        stats["most"] = logits.amax(1)
     if "entropy" in measures or "log_sum_sq_probs" in measures:
-        log_p = _log_p_(logits, found["lse"])
+        log_p = _log_p_(logits, stats["lse"])
         p = log_p.exp()
         if "log_sum_sq_probs" in measures:  # no log of 0: the sum is at least 1 / V
-            found["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
+            stats["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
         if "entropy" in measures:
-            found["entropy"] = -p.mul_(log_p).sum(1)
+            stats["entropy"] = -p.mul_(log_p).sum(1)
     if part is not None:
-        found = _merged(found, part)
-    lse, label = found["lse"], found["label"]
-    found["log_probs"] = label - lse
+        stats = _merged(stats, part)
+    lse, label = stats["lse"], stats["label"]
+    stats["log_probs"] = label - lse
     if "is_top1" in measures:
-        found["is_top1"] = (label >= found["most"]).to(lse.dtype)
-    return torch.stack([found[name] for name in measures]), lse
+        stats["is_top1"] = (label >= stats["most"]).to(lse.dtype)
+    return torch.stack([stats[name] for name in measures]), lse
 
 
 def _merged(own: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
