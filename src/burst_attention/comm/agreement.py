@@ -208,9 +208,9 @@ class Agreement:
         if self.transport.world == 1:
             return [own]
         with self.entering(call):
-            shared, asked = dict(fields) | ({MODEL: self.model} if self.model else {}), own is not None
+            shared, gathers = dict(fields) | ({MODEL: self.model} if self.model else {}), own is not None
             # Equal values give equal texts. If texts differ, the records decide whether the values do.
-            digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
+            digest = blake2b(json.dumps([call, shared, gathers]).encode(), digest_size=DIGEST_BYTES).digest()
             health = self.transport.health
             agreed = self.agreed.setdefault(call, set())
             if once and digest in agreed:
@@ -222,7 +222,7 @@ class Agreement:
             encoded = _encoded({"call": call, "fields": shared, "own": own})
             whole = blake2b(digest + health.history.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
         try:
-            records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
+            records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=gathers)
         except ExchangeError as error:
             if once and agreed:
                 error.add_note(f"Ranks that repeat a call of {call} don't compare it: is this rank's another? {shared}")
