@@ -178,8 +178,8 @@ def tensor(setting: Workload, hidden: int) -> Call:
     size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
     moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))
 
-    def both(one: Timed) -> Timed:
-        inside, across = one.mean_inside + 4 * moved.inside, one.mean_across + 4 * moved.across
-        return replace(one, seconds=one.seconds + 4 * moved.seconds, mean_inside=inside, mean_across=across)
+    def both(timing: Timed) -> Timed:
+        inside, across = timing.mean_inside + 4 * moved.inside, timing.mean_across + 4 * moved.across
+        return replace(timing, seconds=timing.seconds + 4 * moved.seconds, mean_inside=inside, mean_across=across)
 
     return replace(call, forward=both(call.forward), backward=both(call.backward))
