@@ -27,8 +27,8 @@ from .hardware import shape_of
 from .passes import (
     SETTLED,
     Backward,
+    CallKind,
     Forward,
-    Kind,
     Settled,
     Tensors,
     cache,
@@ -324,7 +324,7 @@ def prepare_forward(
         seen["exact_delta"] = exact_delta
         chosen = choose(kernel, **seen, device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
-        plan.kinds.append(kind := Kind(chosen, softcap, *plan.settle(shape, groups)))
+        plan.kinds.append(kind := CallKind(chosen, softcap, *plan.settle(shape, groups)))
         kind.programs[Direction.FORWARD] = plan.schedule.program(kind.circulate, Direction.FORWARD, kind.groups)
         plan.resolved[key] = plan.kinds.index(kind)
     call = Settled(0, plan.resolved[key], 1 / math.sqrt(q.shape[3]) if scale is None else scale, of_lse=False)

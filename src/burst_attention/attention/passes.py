@@ -212,7 +212,7 @@ Pass = Forward | Backward
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class CallKind:
     """What all calls of one kind resolve to, for the forward and the backward. The plan keeps it."""
 
     kernel: Kernel

@@ -28,7 +28,7 @@ from ..planner.choice import Candidate
 from ..planner.explain import explain
 from ..planner.planner import Planner
 from .hardware import checked_shape
-from .passes import Kind
+from .passes import CallKind
 from .sweep import DeviceIndices
 from .unshard import reshard
 
@@ -128,7 +128,7 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
-    kinds: list[Kind]  # what each kind of call resolved to
+    kinds: list[CallKind]  # what each kind of call resolved to
     resolved: dict[tuple[Any, ...], Any]  # the split or the index of the kind, by what a call is given
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 

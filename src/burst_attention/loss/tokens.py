@@ -13,7 +13,7 @@ import torch
 
 from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..comm.agreement import BACKWARD, over_axis
-from .head import Head, LogitForm, Part, default_chunk, operand, product
+from .head import Head, HeadPart, LogitForm, default_chunk, operand, product
 
 MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
@@ -76,7 +76,7 @@ class _Measure(torch.autograd.Function):
         rows: torch.Tensor,
         target: torch.Tensor,
         measurement: Measurement,
-        part_of: Part | None,
+        part_of: HeadPart | None,
     ) -> torch.Tensor:
         """Compute the measures [measures, rows], one chunk of logits at a time."""
         compute, flat = torch.float64 if hidden.dtype == torch.float64 else torch.float32, hidden.flatten(0, 1)
@@ -104,7 +104,7 @@ class _Measure(torch.autograd.Function):
 
 
 def _measured(
-    measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: Part | None
+    measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: HeadPart | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ledger's measures [measures, n] of z [n, V], and lse [n]. Overwrites z."""
     stats = {"lse": torch.logsumexp(logits, 1)}
@@ -133,7 +133,7 @@ def _measured(
     return torch.stack([stats[name] for name in measures]), lse
 
 
-def _merged(own: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+def _merged(own: dict[str, torch.Tensor], part: HeadPart) -> dict[str, torch.Tensor]:
     """Return what the ranks have of a chunk, over the whole vocabulary: each [n], the same bits on every rank.
 
     With lse_r, H_r of rank r's part and w_r = exp(lse_r - lse): H = sum of w_r (H_r + lse - lse_r).
@@ -249,7 +249,7 @@ def _unit(row: torch.Tensor) -> tuple[float | torch.Tensor, torch.Tensor | None]
 
 def _dproduct(
     measurement: Measurement,
-    vocabulary: Part | None,
+    vocabulary: HeadPart | None,
     logits: torch.Tensor,
     lse: torch.Tensor,
     target: torch.Tensor,

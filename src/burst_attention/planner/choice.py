@@ -17,7 +17,7 @@ from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
 from ..plan.strategy import ChunksOrAuto, Strategy
-from .passes import Pass, passes
+from .passes import PassModel, passes
 from .presets import preset
 from .timing import Timed, Wire
 from .traffic import TrafficModel
@@ -144,7 +144,7 @@ def predict(
     promising are simulated, and then the best of them with every number of chunks.
     """
 
-    def both(n: int) -> list[Pass]:  # made again, because a pass caches large arrays
+    def both(n: int) -> list[PassModel]:  # made again, because a pass caches large arrays
         return passes(traffic, shape, candidates[n].circulate, candidates[n].groups, wires[0], calls=calls)
 
     busy = [[one.computing() for one in both(n)] for n in range(len(candidates))]

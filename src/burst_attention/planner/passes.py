@@ -28,7 +28,7 @@ Estimate = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # launches, vi
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pass(PassSpec):
+class PassModel(PassSpec):
     """One pass over direct routes, and what it costs.
 
     Axes: N pairs of shards or of their chunks, C chunks of all shards, G head groups (or a sample of the U head
@@ -324,12 +324,12 @@ def _first(codes: np.ndarray) -> np.ndarray:
 
 def passes(
     traffic: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
-) -> list[Pass]:
+) -> list[PassModel]:
     """Return a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
 
-    def pass_of(direction: Direction) -> Pass:
+    def pass_of(direction: Direction) -> PassModel:
         cube, route = circulating(circulate, direction, groups, traffic.world), ROUTES["direct"]
         spread = traffic.layout, traffic.regions, cube, groups, route, direction, traffic.keys
-        return Pass(*spread, whole=traffic, shape=shape, wire=wire, calls=calls)
+        return PassModel(*spread, whole=traffic, shape=shape, wire=wire, calls=calls)
 
     return [pass_of(direction) for direction in Direction]

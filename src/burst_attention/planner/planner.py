@@ -37,7 +37,7 @@ from .choice import (
     predict,
     remembered,
 )
-from .passes import Pass, passes
+from .passes import PassModel, passes
 from .presets import preset
 from .rates import Rates
 from .standing import (
@@ -260,7 +260,7 @@ class Planner:
         other = replace(schedule, layout=layout, mask=mask, route=route, rank=0, strategy=strategy)
         return replace(self, nodes=nodes), other
 
-    def passes(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Pass]:
+    def passes(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassModel]:
         """Return a forward and a backward over direct routes."""
         wire, *_ = self.wires(schedule.layout.world)
         return passes(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)

@@ -23,7 +23,7 @@ from ..run.metrics import NEWEST, goes_on_in
 from . import files
 from .files import Best, best_checkpoint
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
-from .snapshot import MOMENTS, WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
+from .snapshot import MOMENTS, WAITING, TrainingState, check_same_run, put_moments, restore, state_of, tensors_of
 from .state import State, read_generators
 from .writer import CheckpointWriter, all_or_raise, seconds_to_write
 
@@ -33,7 +33,7 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingState,
         requests: StopRequests,
         tell: Callable[[str], None],
         *,
@@ -202,7 +202,7 @@ def resumable(config: TrainConfig, context: RankContext, tell: Callable[[str], N
     return Resumed(folder, state, rates if fits else None)
 
 
-def resume(run: Run, resumed: Resumed, tell: Callable[[str], None]) -> None:
+def resume(run: TrainingState, resumed: Resumed, tell: Callable[[str], None]) -> None:
     """Resume from a checkpoint, on every rank."""
     folder, state = resumed.folder, resumed.state
     tensors = tensors_of(run.model, run.optimizer)

@@ -19,9 +19,9 @@ from burst_attention.planner.choice import TIE
 from ..memory import RematName, Saving
 from ..presets import PRESETS
 from ..strategies import FOREIGN, choose
-from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
+from .attention import ALONE, AttentionStrategy, AttentionTimes, Transfer, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
-from .memory import OVERLAPPING, REMATS, Step
+from .memory import OVERLAPPING, REMATS, StepMemory
 from .models import FORMULA
 from .request import TENSOR, ForecastRequest
 
@@ -218,10 +218,10 @@ class PredictedStep:
 
     q: ForecastRequest  # with the layout of that attention
     way: str  # how a call is computed, in words
-    calls: tuple[tuple[int, Call], ...]  # (number of layers, call) for each kind of layer
+    calls: tuple[tuple[int, AttentionTimes], ...]  # (number of layers, call) for each kind of layer
     buffers: int  # bytes of a call's backward at its peak
     flags: str  # of the strategy
-    more: Mapping[str, int]  # values of ``Step`` in proportion to the tokens
+    more: Mapping[str, int]  # values of ``StepMemory`` in proportion to the tokens
     whole: bool = False  # embedding, head and norms on every rank, as in tensor parallelism
     ways: tuple[AttentionStrategy, ...] = ()  # for each kind of layer; empty with tensor parallelism
 
@@ -304,7 +304,7 @@ class PredictedStep:
         return next((each for each in self._remats if self._fits(each)), self._remats[-1])
 
     @cached_property
-    def parameters(self) -> Exchange:
+    def parameters(self) -> Transfer:
         """The exchange of parameters and gradients in a step.
 
         Sharded weights are gathered for the forward and for the backward, those outside layers once; gradients are
@@ -322,7 +322,7 @@ class PredictedStep:
             return {}
         scaled = {"buffers": self.buffers, **self.more}
         longer = {name: round(q.seq_len / self.q.seq_len * value) for name, value in scaled.items()}
-        return Step(q=q, remat=remat, whole=self.whole, **longer).parts()
+        return StepMemory(q=q, remat=remat, whole=self.whole, **longer).parts()
 
     def _fits(self, remat: RematName, seq_len: int | None = None) -> bool:
         """Return whether the step fits; True if that is unknown."""

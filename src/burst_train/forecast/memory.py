@@ -24,7 +24,7 @@ NORMED = ("qwen3",)  # families that norm q and k per head
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepMemory:
     """One micro-step of a rank."""
 
     q: ForecastRequest

@@ -18,7 +18,7 @@ from burst_attention.planner.rates import Rates
 
 from ..health.flops import PEAKS, seen_pairs
 from ..memory import DISK, Saving
-from .attention import Exchange, Workload, gather
+from .attention import Transfer, Workload, gather
 from .models import Model
 
 # Families whose tensor parallelism is predicted: each rank has a part of the heads and of all that follows.
@@ -125,7 +125,7 @@ class ForecastRequest:
         strategy = self.strategy.partition(TENSOR)[0]
         return replace(self, cluster=fewer, model=model.cut(ranks), strategy=strategy, tensor_parallel=ranks)
 
-    def tensor_sums(self, remat: Remat) -> Exchange:
+    def tensor_sums(self, remat: Remat) -> Transfer:
         """Return the sums over the tensor-parallel axis of a step, which nothing hides.
 
         Attention and the feed-forward layer each sum their outputs in a forward, and their inputs' gradients in a

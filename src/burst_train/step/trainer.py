@@ -19,13 +19,13 @@ from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
 
 from ..checkpoint.saving import resumable, resume
-from ..checkpoint.snapshot import Run
+from ..checkpoint.snapshot import TrainingState
 from ..config import TrainConfig
 from ..data.sequences import ReadAhead, TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
-from ..run.metrics import StepRecord, Summary
+from ..run.metrics import RunSummary, StepRecord
 from ..strategies import Heads, choose
 from ..structure import windows_of
 from .evaluate import token_losses
@@ -35,7 +35,7 @@ from .optim import clip_by_global_norm, make_optimizer, make_schedule
 READ_AHEAD = 2  # steps
 
 
-class Trainer(Run):
+class Trainer(TrainingState):
     """One rank of a training run."""
 
     def __init__(self, config: TrainConfig, context: RankContext) -> None:
@@ -245,7 +245,7 @@ class Trainer(Run):
         self._reshard()
         return sum(self.context.collect(mine if self.context.is_first_of_tensor else 0.0)) / tokens, tokens
 
-    def summarise(self, records: list[StepRecord]) -> Summary:
+    def summarise(self, records: list[StepRecord]) -> RunSummary:
         """Evaluate, and collect all ranks' figures."""
         measured = self.held_out is not None  # after the last step
         held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
@@ -257,7 +257,7 @@ class Trainer(Run):
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
-        return Summary(
+        return RunSummary(
             steps=self.step,
             left_out=[record.step for record in records if record.left_out],
             spikes={record.step: record.spike for record in records if record.spike},
