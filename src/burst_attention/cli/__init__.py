@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        command = find_command(name)
+        command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("burst_attention") or missing == "burst_train":
@@ -70,9 +70,3 @@ def _run(name: str, arguments: list[str]) -> int:
         sys.stderr.write(f"burst {name}: {missing} is not installed: in the checkout, run pip install -e {wanted}\n")
         return 2
     return command(arguments)
-
-
-def find_command(name: str) -> Callable[[list[str]], int]:
-    """Return the ``main`` of a command. Raise ModuleNotFoundError if what it needs is not installed."""
-    main: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
-    return main
