@@ -26,7 +26,7 @@ from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.cli.train import parse
 from burst_train.run.folder import SaveError, list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError
-from burst_train.run.metrics import RunFolder, RunSummary, StepRecord, claim_run
+from burst_train.run.metrics import RunFolder, StepRecord, Summary, claim_run
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
 from tests.distributed.test_saving import Reporter, end_at, steps_saved, train_noting, train_scripted
@@ -172,7 +172,7 @@ def folder_that_fills_up(config):
         try:
             folder.step(replace(record, step=2))
             folder.step(replace(record, step=3))
-            folder.finish(RunSummary(3, 2.0, 2.0, None, 0, 10.0, 0, [1], [0.0], [0.0]))
+            folder.finish(Summary(3, 2.0, 2.0, None, 0, 10.0, 0, [1], [0.0], [0.0]))
         except RefusedError as error:
             return reported, str(error)
         finally:

@@ -18,7 +18,7 @@ from burst_train.cli import eval as evaluation
 from burst_train.cli import plan
 from burst_train.cli.screen import Screen
 from burst_train.config import ParallelConfig, TrainConfig
-from burst_train.run.metrics import RunSummary
+from burst_train.run.metrics import Summary
 from burst_train.step.evaluation import EvalConfig, StrategyResult
 from tests.support.bench_results import RESULTS
 
@@ -125,7 +125,7 @@ def test_bench(screen: Console) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_the_summary_of_a_run(ranks: int, screen: Console) -> None:
     each: list[Any] = [12.345 * 2**30] * ranks
-    summary = RunSummary(1000, 12.5, 1.5, 3.2, 12_288, 1e6, 0, each, each, each)
+    summary = Summary(1000, 12.5, 1.5, 3.2, 12_288, 1e6, 0, each, each, each)
     changed = {"best_step": 800, "best_held_out_loss": 3.1, "exchange_seconds": [12.345] * ranks}
     shown = Screen(screen)
     shown.config = replace(TrainConfig(), parallel=ParallelConfig(device="cpu"))

@@ -18,7 +18,7 @@ from burst_train.cli.train import after_restart, what_is_kept
 from burst_train.config import ParallelConfig, TrainConfig, flag_names
 from burst_train.run.folder import name_of
 from burst_train.run.lock import claimed
-from burst_train.run.metrics import RunSummary
+from burst_train.run.metrics import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 # By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.
@@ -89,7 +89,7 @@ def shown(summary, config):
 
 @pytest.fixture
 def summary():
-    return RunSummary(8, 2.5, 1.5, None, 0, 10.0, 0, [2**20], [4.0], [4.0])
+    return Summary(8, 2.5, 1.5, None, 0, 10.0, 0, [2**20], [4.0], [4.0])
 
 
 def test_what_the_peak_of_memory_counts_is_said(summary):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from burst_train import config as settings
-from burst_train.run.metrics import RunSummary, StepRecord
+from burst_train.run.metrics import StepRecord, Summary
 from burst_train.run.tracking import Tracking
 from burst_train.step.loop import train
 from tests.support.training import config_of, losses, write_corpus
 
-SUMMARY = RunSummary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
+SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
 
 
 class Fake:

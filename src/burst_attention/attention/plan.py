@@ -375,11 +375,8 @@ class Plan:
 
         A compiler can't run the planner. It would guard on this plan's handle, and so compile again for each plan.
         """
-        call_shape = self.planner.call_shape
-        for shape in {
-            *(replace(shape, batch=1) for shape, _ in tuple(self.usage.calls)),
-            *([call_shape] if call_shape else []),
-        }:
+        hint = self.planner.call_shape
+        for shape in {*(replace(shape, batch=1) for shape, _ in tuple(self.usage.calls)), *([hint] if hint else [])}:
             key = split_key(*astuple(shape)[1:7])
             with suppress(ValueError):  # the call itself raises it
                 self.splits[key] = self.split(shape)

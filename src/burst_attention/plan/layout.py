@@ -109,10 +109,10 @@ class Layout:
     documents: tuple[int, ...] | None = field(default=None, repr=False)
     mask: Mask | None = field(default=None, repr=False)  # for a balanced layout; None: causal
     start: int = 0  # the position of the first token
-    custom_segments: tuple[Segments, ...] | None = field(default=None, repr=False)  # of :meth:`of_stretches`
+    listing: tuple[Segments, ...] | None = field(default=None, repr=False)  # of :meth:`of_stretches`
 
     def __post_init__(self) -> None:
-        if self.custom_segments is None and self._plain not in LAYOUTS:
+        if self.listing is None and self._plain not in LAYOUTS:
             raise ValueError(
                 f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
                 "cut each document separately"
@@ -131,22 +131,20 @@ class Layout:
         ``stretches``: by rank, ascending (start, stop) pairs or ranges; none is allowed, and so are positions that no
         rank holds. Raise TypeError or ValueError if one is no such pair, two overlap, or a rank's do not ascend.
         """
-        segments = tuple(joined(map(_stretch, each)) for each in stretches)
-        for before, after in (pair for each in segments for pair in pairwise(each)):
+        parts = tuple(joined(map(_stretch, each)) for each in stretches)
+        for before, after in (pair for each in parts for pair in pairwise(each)):
             if after.start < before.stop:
                 raise ValueError(
                     f"stretch ({after.start}, {after.stop}) follows ({before.start}, {before.stop}) on a rank; list "
                     "each rank's stretches in ascending order, without overlap"
                 )
-        for before, after in pairwise(sorted((s for each in segments for s in each), key=lambda s: s.start)):
+        for before, after in pairwise(sorted((s for each in parts for s in each), key=lambda s: s.start)):
             if after.start < before.stop:
                 raise ValueError(
                     f"stretches ({before.start}, {before.stop}) and ({after.start}, {after.stop}) overlap; put each "
                     "position on one rank"
                 )
-        return cls(
-            GIVEN, max((s.stop for each in segments for s in each), default=0), len(segments), custom_segments=segments
-        )
+        return cls(GIVEN, max((s.stop for each in parts for s in each), default=0), len(parts), listing=parts)
 
     def segments(self, rank: int) -> Segments:
         """Return the positions of ``rank`` in local order, without empty segments."""
@@ -182,7 +180,7 @@ class Layout:
         if not self._listed:
             table = self._segments_of(range(self.world))
         else:
-            placed = self.custom_segments or place(self.mask or Mask(), self.seqlen, self.world)
+            placed = self.listing or place(self.mask or Mask(), self.seqlen, self.world)
             rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
             table = np.array(rows, np.int64).reshape(-1, 5)
             offsets = np.cumsum(table[:, 3]) - table[:, 3]
@@ -192,7 +190,7 @@ class Layout:
     @property
     def description(self) -> str:
         """The name, with a digest if documents or the mask matter; equal on two ranks iff their layouts are."""
-        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask or self.custom_segments else "")
+        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask or self.listing else "")
 
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
         """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
@@ -233,7 +231,7 @@ class Layout:
     @property
     def _listed(self) -> bool:
         """Whether the segments are a list, not a formula."""
-        return self.custom_segments is not None or self.name == BALANCED
+        return self.listing is not None or self.name == BALANCED
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

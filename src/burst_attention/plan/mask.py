@@ -193,13 +193,11 @@ class Mask:
                 raise ValueError(f"together can't be combined with {other}; leave one of them out")
 
     @staticmethod
-    def _borders(cu_seqlens: Any) -> tuple[int, ...]:
+    def _borders(array: Any) -> tuple[int, ...]:
         try:
-            values = list(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+            values = list(array.tolist() if hasattr(array, "tolist") else array)
         except TypeError:
-            raise TypeError(
-                f"cu_seqlens={cu_seqlens!r} must be a sequence of integers, the borders [0, ..., S]"
-            ) from None
+            raise TypeError(f"cu_seqlens={array!r} must be a sequence of integers, the borders [0, ..., S]") from None
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)
         if not borders or borders[0] != 0:
             raise ValueError(f"cu_seqlens={_short(borders)} must start with 0, the first document's border")

@@ -69,9 +69,7 @@ def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidat
     """Return a line with the predicted seconds of other Ulysses degrees, for one row of a batch, fastest first."""
     if schedule.strategy.ulysses_degree == 1 or not schedule.route.direct:
         return []
-    others = [
-        prediction for prediction in planner.predict_for_links(schedule, shape)[0] if prediction.candidate != chosen
-    ]
+    others = [each for each in planner.predict_for_links(schedule, shape)[0] if each.candidate != chosen]
     best: dict[int, Prediction] = {}  # of each Ulysses degree
     for prediction in sorted(others, key=lambda prediction: (prediction.forward is None, prediction.seconds)):
         best.setdefault(prediction.candidate.groups.query, prediction)

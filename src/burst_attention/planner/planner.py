@@ -165,10 +165,9 @@ class Planner:
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER and keys is None
-        splits = {BALANCED: [*cuts(layouts[0], shape, strategy)]} if even else {}
+        ways = {BALANCED: [*cuts(layouts[0], shape, strategy)]} if even else {}
         predictions = [
-            self.predict_for_links(case, shape, splits.get(case.layout.name), alike=alike, share=share)
-            for case in tried
+            self.predict_for_links(case, shape, ways.get(case.layout.name), alike=alike, share=share) for case in tried
         ]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*predictions, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in predictions]), chosen, side="right"))]

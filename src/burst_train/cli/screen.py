@@ -20,7 +20,7 @@ from ..config import TrainConfig
 from ..memory import binary_text
 from ..run.folder import list_checkpoints, name_of
 from ..run.interrupt import InterruptedRunError
-from ..run.metrics import RunSummary, StepRecord, unusual
+from ..run.metrics import StepRecord, Summary, unusual
 
 
 class Screen:
@@ -92,7 +92,7 @@ class Screen:
             f"to resume: burst train --out {escape(shlex.quote(self.config.run.out))} --resume"
         )
 
-    def finish(self, summary: RunSummary) -> None:
+    def finish(self, summary: Summary) -> None:
         """Print the summary table and the output folder."""
         if self._bar:
             self._bar.stop()
@@ -121,7 +121,7 @@ LEGEND = (
 COUNTED = {"cuda": "tensors on its GPU", "cpu": "whole process: tensors, PyTorch and Python"}
 
 
-def _table(summary: RunSummary, device: str, *, cut: bool = False) -> Table:
+def _table(summary: Summary, device: str, *, cut: bool = False) -> Table:
     table = Table(show_header=False)
     table.add_row("first loss", f"{summary.first_loss:.4f}")
     table.add_row("last loss", f"{summary.last_loss:.4f}")

@@ -51,7 +51,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class Summary:
     """A finished run. Lists are by rank; per-step figures cover the steps since the last start, None without any."""
 
     steps: int
@@ -103,7 +103,7 @@ class Reporter(Protocol):
 
     def interrupt(self, interrupted: InterruptedRunError) -> None: ...
 
-    def finish(self, summary: RunSummary) -> None: ...
+    def finish(self, summary: Summary) -> None: ...
 
 
 def claim_run(config: TrainConfig) -> AbstractContextManager[RunFolderLock]:
@@ -263,7 +263,7 @@ class RunFolder:
         with self._lines, suppress(OSError):
             self._write_waiting()
 
-    def finish(self, summary: RunSummary) -> None:
+    def finish(self, summary: Summary) -> None:
         """Write the final figures; raise RefusedError if writing fails."""
         if summary.held_out_loss is not None and summary.steps not in self._held_out:
             self._add_scalar("held_out_loss", summary.held_out_loss, summary.steps)

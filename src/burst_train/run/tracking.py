@@ -11,7 +11,7 @@ from typing import Any
 from ..config import TrainConfig
 from .folder import first_line
 from .interrupt import InterruptedRunError
-from .metrics import TRACKED, RunSummary, StepRecord, goes_on_in, unusual, without_nan
+from .metrics import TRACKED, StepRecord, Summary, goes_on_in, unusual, without_nan
 
 ID = "burst-train-id.txt"
 
@@ -70,7 +70,7 @@ class Tracking:
         self._tell = _at_last
         self._call(lambda run: run.finish(exit_code=interrupted.status))
 
-    def finish(self, summary: RunSummary) -> None:
+    def finish(self, summary: Summary) -> None:
         """Log the summary and close the run."""
 
         def end(run: Any) -> None:

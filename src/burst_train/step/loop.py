@@ -17,24 +17,14 @@ from ..data.sequences import SHUFFLED_TOKENS, epochs_text
 from ..run.folder import SaveError
 from ..run.interrupt import InterruptedRunError, StopRequests
 from ..run.lock import check_inputs
-from ..run.metrics import (
-    MODEL,
-    TRACES,
-    UNFINISHED,
-    Reporter,
-    RunFolder,
-    RunSummary,
-    StepRecord,
-    claim_run,
-    without_auto,
-)
+from ..run.metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
 from ..run.tracking import Tracking
 from .export import save_model, saved_dtype
 from .model import model_in
 from .trainer import Trainer as Trainer
 
 
-def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> RunSummary:
+def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
     """Train, evaluate and save, on every rank of the job with the same ``config``; return the same summary on all.
 
     ``held``: the caller holds the run's folder. ValueError names a wrong flag; FloatingPointError: non-finite values;
@@ -110,7 +100,7 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
     return records
 
 
-def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> RunSummary:
+def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
     """Write the trained model and evaluate it."""
     dtype = saved_dtype(trainer.model_config, trainer.config.model.save_dtype)
     context, target = trainer.context, Path(trainer.config.run.out) / UNFINISHED

@@ -25,7 +25,7 @@ from ..data.sequences import ReadAhead, TokenSequence, TrainingStream, digest_of
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
-from ..run.metrics import RunSummary, StepRecord
+from ..run.metrics import StepRecord, Summary
 from ..strategies import Heads, choose
 from ..structure import windows_of
 from .evaluate import token_losses
@@ -245,7 +245,7 @@ class Trainer(TrainingState):
         self._reshard()
         return sum(self.context.collect(mine if self.context.is_first_of_tensor else 0.0)) / tokens, tokens
 
-    def summarise(self, records: list[StepRecord]) -> RunSummary:
+    def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect all ranks' figures."""
         measured = self.held_out is not None  # after the last step
         held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
@@ -257,7 +257,7 @@ class Trainer(TrainingState):
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
-        return RunSummary(
+        return Summary(
             steps=self.step,
             left_out=[record.step for record in records if record.left_out],
             spikes={record.step: record.spike for record in records if record.spike},
