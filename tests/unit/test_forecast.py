@@ -21,7 +21,7 @@ from burst_train.figures import bytes_text, scaled, seconds_text, tokens_text
 from burst_train.forecast import footprint
 from burst_train.forecast.attention import (
     AttentionStrategy,
-    Exchange,
+    Transfer,
     Workload,
     chosen,
     gather,
@@ -244,7 +244,7 @@ def test_a_gather_is_the_busier_link_s() -> None:
     assert between.seconds == pytest.approx(7.5e9 / 8 / rates.across.bytes_per_second)
     shared = replace(rates, across=replace(rates.across, shared=True))
     assert gather(8e9, 16, 8, shared).seconds == pytest.approx(8 * between.seconds)
-    assert gather(8e9, 1, 8, rates) == Exchange()
+    assert gather(8e9, 1, 8, rates) == Transfer()
 
 
 SPLIT = "route=direct,ulysses_degree=16"
