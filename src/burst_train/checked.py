@@ -64,6 +64,6 @@ def sentence(error: ValidationError, *where: str) -> str:
     at = ", ".join(path[:-1]) + f": {path[-1]!r}" if path[1:] else path[0]
     if first["type"] == "json_invalid":
         return f"{at} is not valid JSON: {first['ctx']['error']}"
-    known = {"missing": "is missing", "extra_forbidden": "is not a known entry"}
-    rule = known.get(first["type"]) or re.sub("^[A-Z][a-z]+ should", "must", first["msg"].removeprefix("Value error, "))
+    texts = {"missing": "is missing", "extra_forbidden": "is not a known entry"}
+    rule = texts.get(first["type"]) or re.sub("^[A-Z][a-z]+ should", "must", first["msg"].removeprefix("Value error, "))
     return f"{at} {rule}" + f", not {reprlib.repr(first['input'])}" * (rule.startswith("must") and ", not" not in rule)

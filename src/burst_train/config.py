@@ -307,12 +307,12 @@ class TrainConfig:
         """Raise ValueError naming the first flag whose package is not installed."""
         eight = self.memory.optimizer == "adamw-8bit"
         trainer = "in the checkout, run pip install -e '.[trainer]'"
-        for asked, package, text in (
+        for enabled, package, text in (
             (self.run.wandb, "wandb", f"--wandb {self.run.wandb!r} needs wandb: pip install wandb"),
             (self.model.lora, "peft", f"--lora {self.model.lora} needs PEFT: {trainer}"),
             (eight, "torchao", "--optimizer adamw-8bit needs torchao: pip install torchao"),
         ):
-            if asked and find_spec(package) is None:
+            if enabled and find_spec(package) is None:
                 raise ValueError(text)
 
     def _check_packing(self) -> None:
@@ -332,7 +332,7 @@ class TrainConfig:
 
     def _check_tensor(self) -> None:
         ranks, memory, strategy = self.parallel.tensor_parallel, self.memory, self.parallel.strategy
-        for name, asked, default in (
+        for name, value, default in (
             ("lora", self.model.lora, None),
             ("attention_chunks", memory.attention_chunks, 1),
             ("optimizer_offload", memory.optimizer_offload, False),
@@ -340,20 +340,20 @@ class TrainConfig:
             ("compile", memory.compile, False),
         ):
             rule = f"can't be combined with {flag(name)}; leave one of them out"
-            require(ranks == 1 or asked == default, "tensor_parallel", ranks, rule)
+            require(ranks == 1 or value == default, "tensor_parallel", ranks, rule)
         rule = f"can't be combined with --strategy {strategy}; use a strategy of burst attention, such as auto"
         require(ranks == 1 or strategy not in FOREIGN, "tensor_parallel", ranks, rule)
 
     def _check_global_batch(self) -> None:
-        asked, accumulate = self.optim.global_batch, self.optim.accumulate
+        size, accumulate = self.optim.global_batch, self.optim.accumulate
         at_once = self.parallel.data_parallel * self.optim.batch
-        if asked is None:
+        if size is None:
             return
         parts = f"--data-parallel {self.parallel.data_parallel} x --batch {self.optim.batch}"
         rule = f"must be a multiple of {at_once}, the sequences computed in one micro-step ({parts})"
-        require(asked % at_once == 0, "global_batch", asked, rule)
+        require(size % at_once == 0, "global_batch", size, rule)
         rule = f"is not {parts} x --accumulate {accumulate}; omit --accumulate, which is then derived"
-        require(accumulate is None or asked == at_once * accumulate, "global_batch", asked, rule)
+        require(accumulate is None or size == at_once * accumulate, "global_batch", size, rule)
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this configuration."""
@@ -409,23 +409,23 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     from .checked import sentence
 
-    settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
+    settings, section_of, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
-        for name, given in value.items() if section else [(key, value)]:
+        for name, setting in value.items() if section else [(key, value)]:
             name = name.replace("-", "_")
-            if name not in known or section not in (None, known[name]):
-                close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
+            if name not in section_of or section not in (None, section_of[name]):
+                close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, section_of, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
-            if name == "ignore_memory" and isinstance(given, bool):
+            if name == "ignore_memory" and isinstance(setting, bool):
                 continue  # of an earlier version, where it named no amount; a run that needs one is refused
-            kind = get_type_hints(sections[known[name]])[name]
-            if isinstance(given, str) and int in (kind, *get_args(kind)):
+            kind = get_type_hints(sections[section_of[name]])[name]
+            if isinstance(setting, str) and int in (kind, *get_args(kind)):
                 with suppress(ValueError):  # seq_len = "128K"
-                    given = whole_number(given)
+                    setting = whole_number(setting)
             adapter = TypeAdapter(kind, config={"coerce_numbers_to_str": True})
             try:  # a number may stand for text: save_every = 500
-                settings[name] = adapter.validate_python(given, strict=type(given) is not int)
+                settings[name] = adapter.validate_python(setting, strict=type(setting) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
     return settings
@@ -443,5 +443,5 @@ def with_settings(settings: Mapping[str, Any]) -> TrainConfig:
 def write_toml(config: TrainConfig) -> str:
     """Return the configuration as TOML that :func:`read_toml` reads back; settings of None are omitted."""
     sections = dataclasses.asdict(config).items()
-    given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
-    return tomli_w.dumps(given)
+    tables = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
+    return tomli_w.dumps(tables)

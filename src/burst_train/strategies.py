@@ -164,10 +164,11 @@ class Sharing:
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return the bytes that a rank sends in (forward, backward) of layers with these plans."""
         if self.cuts_layers:
-            one = (plans[0].world - 1) * batch * plans[0].length * heads.hidden * dtype.itemsize  # a gather or scatter
+            # The bytes of a gather or scatter.
+            moved = (plans[0].world - 1) * batch * plans[0].length * heads.hidden * dtype.itemsize
             # Each layer has two sums in the forward and two in the backward; a sum is a scatter and a gather. Without
             # sequence parallelism the backward also gathers the gradients of the last hidden states.
-            return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.name == "tensor-sequence" else one)
+            return len(plans) * 4 * moved, len(plans) * 4 * moved + (0 if self.name == "tensor-sequence" else moved)
         sizes: dict[str, Any] = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
         sizes |= {"v_head_dim": heads.v_head_dim} if heads.v_head_dim else {}
         more: dict[str, Any] = {"lse": "sinks" in heads.options, "attention_chunks": self.attention_chunks}

@@ -26,13 +26,13 @@ def decoder_layers(model: Any) -> nn.ModuleList:
             "a trainer"
         )
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    found = [part for part in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in part)]
-    if len(found) != 1:
+    stacks = [part for part in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in part)]
+    if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(found)} lists of decoder layers, and its layers are sharded one by one; "
+            f"{type(model).__name__} has {len(stacks)} lists of decoder layers, and its layers are sharded one by one; "
             "train it by hf.parallelize and a trainer"
         )
-    return found[0]
+    return stacks[0]
 
 
 def sharded_layers(model: Any) -> list[nn.Module]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, burst_attention, make_plan
-from burst_attention.comm.agreement import NO_RANK, Agreement, Summary, rounds
+from burst_attention.comm.agreement import NO_RANK, Agreement, CallSummary, rounds
 from burst_attention.comm.local import LocalGroup, LocalTransport
 from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, Transport, pack
 from burst_attention.testing import local_world
@@ -191,15 +191,15 @@ def test_every_rank_learns_of_every_other(world: int) -> None:
 
 
 def test_summaries_join_in_any_order_and_twice() -> None:
-    one = Summary(b"a" * 16, b"a" * 16, 7)
-    two = Summary(b"b" * 16, b"b" * 16, 5, lost=3, finder=4)
-    both = Summary(b"a" * 16, b"b" * 16, 7, lost=3, finder=4)
+    one = CallSummary(b"a" * 16, b"a" * 16, 7)
+    two = CallSummary(b"b" * 16, b"b" * 16, 5, lost=3, finder=4)
+    both = CallSummary(b"a" * 16, b"b" * 16, 7, lost=3, finder=4)
     assert one.joined(two.pack()) == two.joined(one.pack()) == both == both.joined(one.pack())
     assert one.agreed and two.agreed and not both.agreed and one.lost == NO_RANK
 
 
 def test_a_lost_rank_stays_with_its_finder() -> None:
-    one, two = (Summary(b"a" * 16, b"a" * 16, 7, lost=lost, finder=finder) for lost, finder in ((3, 1), (2, 5)))
+    one, two = (CallSummary(b"a" * 16, b"a" * 16, 7, lost=lost, finder=finder) for lost, finder in ((3, 1), (2, 5)))
     assert one.joined(two.pack()) == two.joined(one.pack()) == one
 
 

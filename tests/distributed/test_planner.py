@@ -28,7 +28,7 @@ from burst_attention.integrations.hf.layers.attention import call_shape
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import least_regret
-from burst_attention.planner.passes import Pass
+from burst_attention.planner.passes import PassModel
 from burst_attention.planner.presets import NETWORKS, NODES, preset
 from burst_attention.planner.rates import Link, MeasuredOn, Rates, read_rates, user_file, write_rates
 from burst_attention.testing import Case, WorkerError, local_world
@@ -55,8 +55,8 @@ def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
 def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = Hardware(rates=preset("h200-hgx"), nodes=[0, 0, 1, 1])
     ran = list[int]()
-    run_on = Pass.run_on
-    monkeypatch.setattr(Pass, "run_on", lambda one, *given: ran.append(1) or run_on(one, *given))
+    run_on = PassModel.run_on
+    monkeypatch.setattr(PassModel, "run_on", lambda one, *given: ran.append(1) or run_on(one, *given))
 
     def plan(group: Any) -> Plan:
         return make_plan(4096, group=group, hardware=hardware, call=CALL)
@@ -80,9 +80,9 @@ def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     failing = threading.local()
     owner, name = {
-        "bound": (Pass, "computing"),
-        "first": (Pass, "run_on"),  # of the first candidate, which every rank simulates
-        "later": (Pass, "run_on"),
+        "bound": (PassModel, "computing"),
+        "first": (PassModel, "run_on"),  # of the first candidate, which every rank simulates
+        "later": (PassModel, "run_on"),
         "last": (planner_module, "least_regret"),  # after all simulations
     }[where]
     works = getattr(owner, name)

@@ -224,10 +224,10 @@ def test_what_is_no_tensor_is_refused_before_anything_is_written(pools, corpus, 
 def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
     now = [0.0]
     requests = StopRequests(10.0, clock=lambda: now[0])
-    assert not requests.asked(reserve=3.0)
+    assert not requests.pending(reserve=3.0)
     now[0] = 7.5
-    assert requests.asked(reserve=3.0) and not requests.asked(reserve=1.0)
-    assert not StopRequests(None).asked(reserve=1e9)
+    assert requests.pending(reserve=3.0) and not requests.pending(reserve=1.0)
+    assert not StopRequests(None).pending(reserve=1e9)
 
 
 def survivors(points, seed, *worlds):

@@ -334,9 +334,9 @@ def test_a_clock_of_the_day_that_jumps_back_changes_nothing(tmp_path, monkeypatc
     saver, *_ = saver_of(tmp_path, [0.0], save_every="60m")
     real = Saver(saver.run, requests, lambda text: None)
     monkeypatch.setattr(time, "time", lambda: began - 10 * 24 * 3600)
-    assert not requests.asked(1.0) and requests.asked(3700.0) and not real._is_due()
+    assert not requests.pending(1.0) and requests.pending(3700.0) and not real._is_due()
     monkeypatch.setattr(time, "time", lambda: began + 10 * 24 * 3600)
-    assert not requests.asked(1.0) and not real._is_due()
+    assert not requests.pending(1.0) and not real._is_due()
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from burst_train.figures import bytes_text, scaled, seconds_text, tokens_text
 from burst_train.forecast import footprint
 from burst_train.forecast.attention import (
     AttentionStrategy,
-    Exchange,
+    Transfer,
     Workload,
     chosen,
     gather,
@@ -30,7 +30,7 @@ from burst_train.forecast.attention import (
 )
 from burst_train.forecast.footprint import buffers, token_bytes
 from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
-from burst_train.forecast.memory import Step
+from burst_train.forecast.memory import StepMemory
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.memory import Saving
@@ -229,7 +229,7 @@ def test_no_wait_is_less_than_nothing() -> None:
 @pytest.mark.parametrize("world", [3, 7, 48])
 def test_weights_of_a_world_that_divides_no_width_are_those_of_the_fullest_rank(world: int) -> None:
     model = model_of("llama-3-8b")
-    step = Step(q=make_request(ranks=world), buffers=0)
+    step = StepMemory(q=make_request(ranks=world), buffers=0)
     matrices = [*model.outside, *model.inside]
     shards = [torch.empty(rows, columns, device="meta").chunk(world)[0] for rows, columns in matrices]
     assert step.weights == 4 * sum(shard.numel() for shard in shards)
@@ -244,7 +244,7 @@ def test_a_gather_is_the_busier_link_s() -> None:
     assert between.seconds == pytest.approx(7.5e9 / 8 / rates.across.bytes_per_second)
     shared = replace(rates, across=replace(rates.across, shared=True))
     assert gather(8e9, 16, 8, shared).seconds == pytest.approx(8 * between.seconds)
-    assert gather(8e9, 1, 8, rates) == Exchange()
+    assert gather(8e9, 1, 8, rates) == Transfer()
 
 
 SPLIT = "route=direct,ulysses_degree=16"
@@ -319,7 +319,7 @@ def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
     results = token * 32 * (128 + 2)  # out and lse of the rank's heads too
     assert found.more["results"] == token * (32 + 2 * 16) * 128 + results
     for remat, kept in (("none", found.more["kept"]), ("keep-attention", found.more["results"]), ("layer", 0)):
-        steps = [Step(q=asked, buffers=0, remat=remat, **more) for more in ({}, found.more)]
+        steps = [StepMemory(q=asked, buffers=0, remat=remat, **more) for more in ({}, found.more)]
         assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == kept
 
 

@@ -756,7 +756,7 @@ def test_a_world_is_planned_with_blocks() -> None:
     count, world = 600, 300
     mask = Mask(blocks=np.eye(count, dtype=bool) | (np.arange(count) % 8 == 0), block=64)
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
-    planner = Planner(preset("cpu"), known=shape)
+    planner = Planner(preset("cpu"), call_shape=shape)
     found = planner.choose(64 * count, mask=mask, strategy=Strategy(), rank=1, world=world)
     assert found.mask == mask and found.layout.seqlen == 64 * count
 

@@ -29,7 +29,7 @@ from burst_attention.planner import choice as choose
 from burst_attention.planner import explain
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner.choice import TIE, WORTH, Candidate, Prediction, cuts
-from burst_attention.planner.passes import Pass, passes
+from burst_attention.planner.passes import PassModel, passes
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
 from burst_attention.planner.rates import Link, Rates, Speed, read_rates, user_file, write_rates
@@ -162,9 +162,9 @@ def test_a_bound_is_one(mbit: float) -> None:
 )
 def test_ranks_that_share_the_simulations_predict_the_same(world, mbit, guessed, monkeypatch):
     """Each rank simulates only a part, and takes the rest from the others."""
-    ran: list[Pass] = []
-    run_on = Pass.run_on
-    monkeypatch.setattr(Pass, "run_on", lambda one, *given: ran.append(one) or run_on(one, *given))
+    ran: list[PassModel] = []
+    run_on = PassModel.run_on
+    monkeypatch.setattr(PassModel, "run_on", lambda one, *given: ran.append(one) or run_on(one, *given))
 
     def predicted(share: choose.Share | None) -> tuple[int, list[list[Prediction]]]:
         ran.clear()

@@ -121,10 +121,10 @@ def test_missing_checkpoints_are_the_last_that_is_shown(summary, tmp_path):
 def test_a_failed_start_names_what_it_saved_itself(tmp_path):
     older, newer = (tmp_path / "checkpoints" / name_of(step) for step in (4, 6))
     older.mkdir(parents=True)
-    assert what_is_kept(str(tmp_path), [older], asked=False) == ""
-    assert f"newest checkpoint: {older}; to resume" in what_is_kept(str(tmp_path), [older], asked=True)
+    assert what_is_kept(str(tmp_path), [older], interrupted=False) == ""
+    assert f"newest checkpoint: {older}; to resume" in what_is_kept(str(tmp_path), [older], interrupted=True)
     newer.mkdir()
-    assert f"newest checkpoint: {newer}; to resume" in what_is_kept(str(tmp_path), [older], asked=False)
+    assert f"newest checkpoint: {newer}; to resume" in what_is_kept(str(tmp_path), [older], interrupted=False)
 
 
 def test_a_run_that_torchrun_restarted_goes_on_by_itself(tmp_path):

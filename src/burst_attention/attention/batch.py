@@ -68,12 +68,12 @@ class Plans(Mapping[Reach, Plan]):
         distinct = dict.fromkeys(windows)
         if all(isinstance(each, Chunked) for each in distinct):  # positions and labels need the documents alone
             distinct = {None: None, **distinct}
-        distinct = dict.fromkeys(sorted(distinct, key=lambda each: isinstance(each, Chunked)))
+        distinct = dict.fromkeys(sorted(distinct, key=lambda reach: isinstance(reach, Chunked)))
         if plan.schedule.layout.by_mask:
             plan = plan.with_mask(within(mask, widest_of(distinct), plan.seqlen), seqlen=plan.seqlen)
         plans = cls({reach: plan.with_mask(within(mask, reach, plan.seqlen)) for reach in distinct})
-        for each in plans.values():
-            each.decide_splits()
+        for member in plans.values():
+            member.decide_splits()
         return plans
 
     @property
@@ -187,16 +187,16 @@ def within(mask: Mask, reach: Reach, seqlen: int) -> Mask:
 
 def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
     """See :func:`burst_attention.integrations.hf.shard_batch`."""
-    one = Plans.of(plan).one
-    with one.agreement.entering("shard_batch"):
-        check_tokens(one)
-        _check_batch(batch, one)
+    base = Plans.of(plan).one
+    with base.agreement.entering("shard_batch"):
+        check_tokens(base)
+        _check_batch(batch, base)
         ids, labels = batch["input_ids"], batch.get("labels")
-        targets = None if labels is None else one.shift_labels(labels, ignore_index=ignore_index)
-        fields = {} if one.world == 1 else batch_fields(one, input_ids=ids, labels=targets)
-    one.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
-    shard = shard_tokens(ids, targets, one)
-    one.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
+        targets = None if labels is None else base.shift_labels(labels, ignore_index=ignore_index)
+        fields = {} if base.world == 1 else batch_fields(base, input_ids=ids, labels=targets)
+    base.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
+    shard = shard_tokens(ids, targets, base)
+    base.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
     return shard
 
 

@@ -90,14 +90,14 @@ def _tiles(probe: Probe, dtype: torch.dtype, rows: int) -> _OfTiles:
     # Three quarters of the columns give the time per cell. Some kernels are much faster with few columns; for them the
     # difference to the small tile is less, and counts.
     added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(whole, narrow, small, strict=True)]
-    each = [max(1e-12, seconds) / cells for seconds in added]
-    rest = [max(0.0, took - one * cells - less) for took, one, less in zip(whole, each, small, strict=True)]
+    slopes = [max(1e-12, seconds) / cells for seconds in added]
+    rest = [max(0.0, took - slope * cells - less) for took, slope, less in zip(whole, slopes, small, strict=True)]
     border = [
-        (took - less - more) / one / HEADS - triangle
-        for took, less, more, one in zip(causal, small, rest, each, strict=True)
+        (took - less - more) / slope / HEADS - triangle
+        for took, less, more, slope in zip(causal, small, rest, slopes, strict=True)
     ]
     return _OfTiles(
-        speed=Speed(forward=FLOPS[0] / each[0], backward=FLOPS[1] / each[1]),
+        speed=Speed(forward=FLOPS[0] / slopes[0], backward=FLOPS[1] / slopes[1]),
         launches=small,
         block=min(float(rows), max(0.0, sum(border) / rows)),  # the mean of both passes; each row loses half a block
         row=(rest[0] + rest[1] / 2) / 2 / (HEADS * rows),

@@ -27,8 +27,8 @@ from .hardware import shape_of
 from .passes import (
     SETTLED,
     Backward,
+    CallKind,
     Forward,
-    Kind,
     Settled,
     Tensors,
     cache,
@@ -246,9 +246,9 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
     # index() makes a compiler treat these sizes as constants.
     heads = operator.index(q.shape[1]), operator.index(k.shape[1])
     dims = operator.index(q.shape[3]), operator.index(v.shape[3])
-    known = plan.splits.get(split_key(*heads, *dims, q.dtype.itemsize, wire_dtype(q.dtype).itemsize))
-    if known is not None:
-        return operator.index(known[0]), known[1]
+    split = plan.splits.get(split_key(*heads, *dims, q.dtype.itemsize, wire_dtype(q.dtype).itemsize))
+    if split is not None:
+        return operator.index(split[0]), split[1]
     return _split_heads(plan.handle_text, str(q.dtype), *heads, *dims)
 
 
@@ -260,8 +260,8 @@ def _split_heads(
     if key not in plan.resolved:
         sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
         plan.resolved[key] = plan.split(shape_of(getattr(torch, dtype.removeprefix("torch.")), batch=1, **sizes))
-    found: tuple[int, int] = plan.resolved[key]
-    return found
+    split: tuple[int, int] = plan.resolved[key]
+    return split
 
 
 # As torch.compiler.assume_constant_result does, whose import loads the compiler: tracing need not enter arrays.
@@ -324,7 +324,7 @@ def prepare_forward(
         seen["exact_delta"] = exact_delta
         chosen = choose(kernel, **seen, device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         shape = shape_of(q.dtype, batch=q.shape[0], **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
-        plan.kinds.append(kind := Kind(chosen, softcap, *plan.settle(shape, groups)))
+        plan.kinds.append(kind := CallKind(chosen, softcap, *plan.settle(shape, groups)))
         kind.programs[Direction.FORWARD] = plan.schedule.program(kind.circulate, Direction.FORWARD, kind.groups)
         plan.resolved[key] = plan.kinds.index(kind)
     call = Settled(0, plan.resolved[key], 1 / math.sqrt(q.shape[3]) if scale is None else scale, of_lse=False)

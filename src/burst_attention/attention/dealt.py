@@ -91,10 +91,10 @@ def _partial(
             out, lse = kernel.forward(q, k, v, only.tiles, scale)
         return converted(out, dtype), lse
     out, lse = blank_output(q, v, q.shape[2], dtype)
-    for each in seen:
-        keys, values = (x[each.rows, :, each.keys] for x in (k, v))
-        part_out, part_lse = kernel.forward(q[each.rows], keys, values, each.tiles, scale)
-        merge_(out[each.rows], lse[each.rows], part_out, part_lse)
+    for part in seen:
+        keys, values = (x[part.rows, :, part.keys] for x in (k, v))
+        part_out, part_lse = kernel.forward(q[part.rows], keys, values, part.tiles, scale)
+        merge_(out[part.rows], lse[part.rows], part_out, part_lse)
     return out, lse
 
 

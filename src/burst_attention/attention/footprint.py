@@ -25,12 +25,12 @@ from .sweep import sweep, sweeps
 
 
 class LiveBytes(TorchDispatchMode):
-    """Track the bytes of the tensors ``known`` and of all tensors made while this mode is active; ``most``: at once."""
+    """Track the bytes of ``tensors`` and of all tensors made while this mode is active; ``most``: at once."""
 
-    def __init__(self, *known: Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
         self.most, self._now, self._live = 0, 0, dict[int, tuple[StorageWeakRef, int]]()
-        self._see(known)
+        self._see(tensors)
 
     def _see(self, tensors: Any) -> None:
         for x in tree_leaves(tensors):
@@ -111,19 +111,19 @@ def example(
     if direction is Direction.FORWARD:
         return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
     dout = new(tokens, shape.q_heads, shape.v_head_dim)
-    known, stats, results = (*(kept or (q, k, v)), dout), None, None
+    tensors, stats, results = (*(kept or (q, k, v)), dout), None, None
     if alone:
         out = new(tokens, shape.q_heads, shape.v_head_dim)
         results = out, torch.zeros(out.shape[:3], dtype=accumulation_dtype(dtype), device=device)
-        known = (*known, *results, results[1].clone())  # the operator's lse, and that without -inf
+        tensors = (*tensors, *results, results[1].clone())  # the operator's lse, and that without -inf
     elif not groups.results:
         rows = (shape.batch, shape.q_heads, tokens)
         # one stands for lse and D, the other is both packed together
         lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
-        known = (*known, new(tokens, shape.q_heads, shape.v_head_dim), lse_and_delta, stats)
+        tensors = (*tensors, new(tokens, shape.q_heads, shape.v_head_dim), lse_and_delta, stats)
     if kept:
         q, k, v = (x[:, :, :0].clone() for x in (q, k, v))
-    return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept, results), known
+    return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept, results), tensors
 
 
 class _Silent(Transport):

@@ -101,13 +101,13 @@ def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -
     if rates == "preset":
         return None
     if isinstance(rates, Path) or (rates or "").endswith(".toml"):
-        given = read_rates(rates or "")
-        if world and (why := _misfit(given, world, on_gpus)):
+        own = read_rates(rates or "")
+        if world and (why := _misfit(own, world, on_gpus)):
             raise ValueError(
                 f"rates={str(rates)!r} holds {why}; run burst calibrate again, or pass read_rates({str(rates)!r}) to "
                 "use them nevertheless"
             )
-        return given
+        return own
     if rates is not None:
         return preset(rates)
     try:
@@ -116,11 +116,11 @@ def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -
     except (OSError, RuntimeError) as error:  # this user may not look there, or has no home folder
         warnings.warn(f"no rates of burst calibrate are used: {error}; set XDG_CONFIG_HOME to a folder", stacklevel=2)
         return None
-    found = read_rates(path)
-    if why := _misfit(found, world, on_gpus):
+    saved = read_rates(path)
+    if why := _misfit(saved, world, on_gpus):
         warnings.warn(f"{path} is not used: it holds {why}; run burst calibrate again", stacklevel=2)
         return None
-    return found
+    return saved
 
 
 def _misfit(rates: Rates, world: int | None, on_gpus: bool) -> str | None:

@@ -97,8 +97,8 @@ class _HeadChunks(torch.autograd.Function):
         saved.clear()
         gradients = _Gradients(hidden, weights, [wanted[0], *wanted[1 + call.outputs :]])
         with torch.autocast(hidden.device.type, enabled=False):
-            found = _of_output(grad, out[0], output)
-            of_output = [x if want else None for x, want in zip(found, wanted[1:], strict=False)]
+            grads = _of_output(grad, out[0], output)
+            of_output = [x if want else None for x, want in zip(grads, wanted[1:], strict=False)]
             call.backward(grad, out, lse, output, gradients)
         of_hidden, *others = gradients.results()
         return None, of_hidden, *of_output, *others
@@ -233,8 +233,8 @@ class _Call:
             outputs, received = [x for x, _ in made], [grad[:, :, tokens] for _, grad in made]
             if of_sinks is not None and call.sinks is not None and call.sinks.requires_grad and first == 0:
                 outputs, received = [*outputs, call.sinks], [*received, of_sinks]
-            found = torch.autograd.grad(outputs, sources, received, allow_unused=True)
-            by_leaf = dict(zip(map(id, sources), found, strict=True))
+            results = torch.autograd.grad(outputs, sources, received, allow_unused=True)
+            by_leaf = dict(zip(map(id, sources), results, strict=True))
             gradients.add(tokens, rows, [by_leaf.get(id(leaf)) for leaf in leaves])
 
 
@@ -243,8 +243,8 @@ def _of_output(grad: Tensor, out: Tensor, output: Sequence[Tensor]) -> list[Tens
     if not output:
         return []
     rows = grad.flatten(0, 1)
-    found = [(rows.mT @ out.flatten(2).flatten(0, 1).to(rows.dtype)).to(output[0].dtype)]
-    return found + [rows.sum(0, dtype=accumulation_dtype(rows.dtype)).to(bias.dtype) for bias in output[1:]]
+    grads = [(rows.mT @ out.flatten(2).flatten(0, 1).to(rows.dtype)).to(output[0].dtype)]
+    return grads + [rows.sum(0, dtype=accumulation_dtype(rows.dtype)).to(bias.dtype) for bias in output[1:]]
 
 
 class _Gradients:
@@ -272,14 +272,14 @@ class _Gradients:
         """Return the gradients of the hidden states and of each weight; None for those not wanted, or not used."""
         hidden, *weights = self.inputs
         results: list[Tensor | None] = [None if self._hidden is None else self._hidden.to(hidden.dtype)]
-        for weight, found, wanted in zip(weights, self._rows, self.wanted[1:], strict=True):
-            if not wanted or not (found or hidden.numel() == 0):
+        for weight, grads, wanted in zip(weights, self._rows, self.wanted[1:], strict=True):
+            if not wanted or not (grads or hidden.numel() == 0):
                 results.append(None)
-            elif None in found:
-                results.append(found.pop(None).to(weight.dtype))
+            elif None in grads:
+                results.append(grads.pop(None).to(weight.dtype))
             else:
                 results.append(whole := torch.zeros_like(weight))
-                for at, grad in found.items():
+                for at, grad in grads.items():
                     assert at is not None
                     whole[slice(*at)].copy_(grad)
         return results

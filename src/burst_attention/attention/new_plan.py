@@ -90,21 +90,21 @@ def make_plan(
     with agreement.entering("make_plan"):
         seqlen = check_seqlen(seqlen)
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
-        asked = strategy_of(strategy)
+        choice = strategy_of(strategy)
         call, hardware = checked_kinds(call, hardware)
-        known, at = known_shape(call), resolve_nodes(hardware.nodes, resolved, world)
-        options: dict[str, Any] = {"mask": Mask() if mask is None else mask, "strategy": asked}
+        shape, at = known_shape(call), resolve_nodes(hardware.nodes, resolved, world)
+        options: dict[str, Any] = {"mask": Mask() if mask is None else mask, "strategy": choice}
         options |= {"rank": rank, "world": world, **check_keys(keys, query_offset)}
         tried = Planner().choose(seqlen, **options)  # before rates are known, to refuse what can't be
-        fields = {**tried.description, "layout": asked.layout if asked.layout == "auto" else tried.layout.description}
+        fields = {**tried.description, "layout": choice.layout if choice.layout == "auto" else tried.layout.description}
         fields |= {
-            "route": asked.route,
+            "route": choice.route,
             "remat": call.remat,
             "attention_chunks": call.attention_chunks,
             "grad": call.grad,
             "nodes": at and hashlib.blake2b(repr(at).encode(), digest_size=8).hexdigest(),
-            **{f"call.{name}": known and getattr(known, name) for name in _OF_CALL},
-            "call.dtype": known and str(call.dtype or torch.bfloat16),
+            **{f"call.{name}": shape and getattr(shape, name) for name in _OF_CALL},
+            "call.dtype": shape and str(call.dtype or torch.bfloat16),
         }
         own = {"host": socket.gethostname(), **(_offered(hardware.rates, world, on_gpus) if rank == 0 else {})}
     first, *others = agreement.agree("make_plan", fields, own, remedies=_REMEDIES)
@@ -116,17 +116,17 @@ def make_plan(
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
         rates = replace(rates, measured_on=MeasuredOn(**first["measure"]))
         rates, unsure = measured(rates, transport, agreement, hosts, device)
-    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
+    planner = Planner(rates, tuple(hosts), shape, unsure, call.remat, call.attention_chunks, call.grad)
     schedule = _chosen_together(planner, transport, agreement, seqlen, options)
     return Plan(schedule, planner, transport, agreement)
 
 
-def _offered(given: RatesGiven, world: int, on_gpus: bool) -> dict[str, Any]:
+def _offered(source: RatesGiven, world: int, on_gpus: bool) -> dict[str, Any]:
     """Return what rank 0 tells the others about rates; ``measure``: the machine, if it should be measured."""
-    found = known_rates(given, on_gpus=on_gpus, world=world)
-    machine = asdict(this_machine(world, on_gpus)) if found is None and given is None else None
-    rates = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
-    return {"rates": rates, "guessed": found is None, "measure": machine}
+    own = known_rates(source, on_gpus=on_gpus, world=world)
+    machine = asdict(this_machine(world, on_gpus)) if own is None and source is None else None
+    rates = (own or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
+    return {"rates": rates, "guessed": own is None, "measure": machine}
 
 
 def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:

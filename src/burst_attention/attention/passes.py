@@ -245,7 +245,7 @@ class Backward(Pass):
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class CallKind:
     """What all calls of one kind resolve to, for the forward and the backward. The plan keeps it."""
 
     kernel: Kernel

@@ -28,7 +28,7 @@ from ..planner.choice import Candidate
 from ..planner.explain import explain
 from ..planner.planner import Planner
 from .hardware import checked_shape
-from .passes import Kind
+from .passes import CallKind
 from .sweep import DeviceIndices
 from .unshard import reshard
 
@@ -57,8 +57,8 @@ class Usage:
     def note(self, positions: Any) -> None:
         """Record that an attention uses the plan for tokens at these positions; unknown ones mark every batch."""
         self._noted = True
-        known = isinstance(positions, Tensor) and positions in self._batches
-        for batch in [self._batches[positions]] if known else self._batches.values():
+        is_batch = isinstance(positions, Tensor) and positions in self._batches
+        for batch in [self._batches[positions]] if is_batch else self._batches.values():
             batch[0] = True
 
     def note_kind(self, shape: Shape, groups: Groups) -> None:
@@ -86,8 +86,8 @@ class Usage:
         """Return the batch of these labels."""
         if labels in self._batches:
             return self._batches[labels]
-        for given, batch in reversed(list(self._batches.items())):
-            if given.shape == labels.shape and torch.equal(given.to(labels.device, labels.dtype), labels):
+        for tensor, batch in reversed(list(self._batches.items())):
+            if tensor.shape == labels.shape and torch.equal(tensor.to(labels.device, labels.dtype), labels):
                 return batch
         return self._latest
 
@@ -128,7 +128,7 @@ class Plan:
     key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
-    kinds: list[Kind]  # what each kind of call resolved to
+    kinds: list[CallKind]  # what each kind of call resolved to
     resolved: dict[tuple[Any, ...], Any]  # the split or the index of the kind, by what a call is given
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
@@ -324,7 +324,7 @@ class Plan:
         held = [np.flatnonzero(np.isin(wanted, self.schedule.layout.places(rank))) for rank in range(self.world)]
         own = np.searchsorted(self._places, wanted[held[self.rank]], sorter=(order := np.argsort(self._places)))
         local = torch.from_numpy(order[own]).to(x.device, non_blocking=True)
-        return x.index_select(dim, local), Layout.of_stretches([[(int(n), int(n) + 1) for n in each] for each in held])
+        return x.index_select(dim, local), Layout.of_stretches([[(int(n), int(n) + 1) for n in row] for row in held])
 
     def sum_shards(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of the sum of all ranks' ``x``: S entries along ``dim`` become S_local.
@@ -375,8 +375,8 @@ class Plan:
 
         A compiler can't run the planner. It would guard on this plan's handle, and so compile again for each plan.
         """
-        known = self.planner.known
-        for shape in {*(replace(shape, batch=1) for shape, _ in tuple(self.usage.calls)), *([known] if known else [])}:
+        hint = self.planner.call_shape
+        for shape in {*(replace(shape, batch=1) for shape, _ in tuple(self.usage.calls)), *([hint] if hint else [])}:
             key = split_key(*astuple(shape)[1:7])
             with suppress(ValueError):  # the call itself raises it
                 self.splits[key] = self.split(shape)
@@ -446,9 +446,9 @@ class Plan:
         Raises:
             TypeError, ValueError: for shapes that the call would refuse, or if no sizes are known.
         """
-        known = None if (q_heads, kv_heads, head_dim) != (None,) * 3 else self.planner.known
-        if known is not None:
-            q_heads, kv_heads, head_dim = known.q_heads, known.kv_heads, known.head_dim
+        call_shape = None if (q_heads, kv_heads, head_dim) != (None,) * 3 else self.planner.call_shape
+        if call_shape is not None:
+            q_heads, kv_heads, head_dim = call_shape.q_heads, call_shape.kv_heads, call_shape.head_dim
         if q_heads is None or head_dim is None:
             raise TypeError(
                 f"q_heads={q_heads}, head_dim={head_dim}: pass both, such as plan.explain(batch=1, q_heads=32, "
@@ -457,8 +457,8 @@ class Plan:
         kv_heads = q_heads if kv_heads is None else kv_heads
         sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         shape = checked_shape(torch.float32 if dtype is None else dtype, **sizes, v_head_dim=v_head_dim)
-        if known is not None and dtype is None:
-            shape = replace(shape, io=known.io, partial=known.partial, accumulate=known.accumulate)
+        if call_shape is not None and dtype is None:
+            shape = replace(shape, io=call_shape.io, partial=call_shape.partial, accumulate=call_shape.accumulate)
         return explain(self.planner, self.schedule, shape)
 
     def exchange_small(self, values: Sequence[float]) -> list[list[float]]:

@@ -169,9 +169,9 @@ class Probe:
 
     def speeds(self, dtypes: Sequence[torch.dtype], rows: int, heads: int) -> tuple[Passes, list[Speed]]:
         """Return the seconds of a launch in the first dtype, and the kernels' speed in each, by tiles of ``rows``."""
-        found = self.passes([(dtype, full(n)) for dtype in dtypes for n in (SMALL, rows)], heads)
-        speeds = [self._speed(dtype, rows, heads, *found[2 * n : 2 * n + 2]) for n, dtype in enumerate(dtypes)]
-        return found[0], speeds
+        times = self.passes([(dtype, full(n)) for dtype in dtypes for n in (SMALL, rows)], heads)
+        speeds = [self._speed(dtype, rows, heads, *times[2 * n : 2 * n + 2]) for n, dtype in enumerate(dtypes)]
+        return times[0], speeds
 
     def _speed(self, dtype: torch.dtype, rows: int, heads: int, launches: Passes, whole: Passes) -> Speed:
         """Return a kernel's speed; rows are doubled until a tile takes clearly longer than its launch."""
@@ -187,8 +187,8 @@ class Probe:
 
     def at_once(self) -> float:
         """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
-        each = self.exchange([machine(), float(max(1, cores_per_rank()))])
-        by_machine = {name: [cores for other, cores in each if other == name] for name, _ in each}
+        answers = self.exchange([machine(), float(max(1, cores_per_rank()))])
+        by_machine = {name: [cores for other, cores in answers if other == name] for name, _ in answers}
         short = any(min(cores) < len(cores) for cores in by_machine.values())
         return float(sum(map(min, by_machine.values()))) if short else 0.0
 
@@ -206,15 +206,15 @@ class Probe:
         links = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
         rates = replace(usual, inside=inside or usual.inside, across=across or usual.across)
         name = kept_name(usual, self.nodes)
-        found = self._read(name)
-        if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
-            found = self.kernels(rates)
+        result = self._read(name)
+        if result is None or not (alike(result.inside, rates.inside) and alike(result.across, rates.across)):
+            result = self.kernels(rates)
             (took,) = self.slowest([time.perf_counter() - began])
             what = f"kernels and links {' and '.join(links)}" if links else "kernels"
             when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
-            found = self._keep(found, name, usual.source)
-        return found, len(set(self.nodes)) > 1 and across is None
+            result = replace(result, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
+            result = self._keep(result, name, usual.source)
+        return result, len(set(self.nodes)) > 1 and across is None
 
     def kernels(self, usual: Rates) -> Rates:
         """Return the rates with this machine's launches and speeds, and with the cores that ranks share.
@@ -223,8 +223,8 @@ class Probe:
         """
         on_gpu = self.device.type == "cuda"
         dtypes, rows, heads = ([torch.bfloat16], 2048, 8) if on_gpu else ([torch.bfloat16, torch.float32], 512, 1)
-        launches, found = self.speeds(dtypes, rows, heads)
-        half, *singles = (Speed(forward=near(each.forward), backward=near(each.backward)) for each in found)
+        launches, speeds = self.speeds(dtypes, rows, heads)
+        half, *singles = (Speed(forward=near(speed.forward), backward=near(speed.backward)) for speed in speeds)
         single = _scaled(usual.single, half, usual.half) if on_gpu else singles[0]
         double = _scaled(usual.double, single, usual.single)
         times = {"launch_forward": near(launches[0]), "launch_backward": near(launches[1])}
@@ -233,12 +233,12 @@ class Probe:
 
     def _read(self, name: str) -> Rates | None:
         """Return the rates that rank 0 kept for such a group, on every rank; None without a file that can be read."""
-        found = None
+        record = None
         if self.transport.rank == 0:
             with self.agreement.entering("make_plan"), contextlib.suppress(ValueError, RuntimeError):  # no home folder
-                found = read_rates(measured_file(name)).as_dict(most=MOST_SOURCE)
-        found = self.agreement.agree("make_plan", {}, {"kept": found})[0]["kept"]
-        return None if found is None else Rates.from_dict(found)
+                record = read_rates(measured_file(name)).as_dict(most=MOST_SOURCE)
+        record = self.agreement.agree("make_plan", {}, {"kept": record})[0]["kept"]
+        return None if record is None else Rates.from_dict(record)
 
     def _keep(self, rates: Rates, name: str, rest: str) -> Rates:
         """Keep the rates; return them with a source that says where, or why not. ``rest``: the source of the rest."""
@@ -273,14 +273,14 @@ def measured(
     measures kernels too, and rank 0 keeps all figures. All ranks get the same, rounded to a coarse grid, and rank 0's
     date. A network between nodes of different sizes is not measured.
     """
-    known, key = transport.health.measured, tuple(nodes)
-    if key not in known:
+    cache, key = transport.health.measured, tuple(nodes)
+    if key not in cache:
         counts = transport.sent, transport.received
         try:
-            known[key] = Probe(agreement, transport, nodes, device).rates(usual)
+            cache[key] = Probe(agreement, transport, nodes, device).rates(usual)
         finally:  # the counts are those of calls, to which a measurement does not belong, even if it fails
             transport.sent, transport.received = counts
-    result: tuple[Rates, bool] = known[key]
+    result: tuple[Rates, bool] = cache[key]
     return result
 
 
@@ -305,9 +305,9 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), machine_type())
 
 
-def alike(kept: Link, found: Link) -> bool:
+def alike(kept: Link, link: Link) -> bool:
     """Return whether a link's measured bandwidth is near what was kept."""
-    return 1 / ALIKE <= found.bytes_per_second / kept.bytes_per_second <= ALIKE
+    return 1 / ALIKE <= link.bytes_per_second / kept.bytes_per_second <= ALIKE
 
 
 def _scaled(usual: Speed, ours: Speed, theirs: Speed) -> Speed:

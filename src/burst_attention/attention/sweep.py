@@ -197,11 +197,11 @@ class Shards:
         if place not in self.tensors:
             side = place[0]
             like = part_of(self._work.own[side], len(self._program.home[side]), 0)
-            known = self._work.own_slice[side] if place in self._program.kept.values() else (None,) * len(like)
+            own = self._work.own_slice[side] if place in self._program.kept.values() else (None,) * len(like)
             rows = self._program.held_rows[place].count
             self.tensors[place] = tuple(
                 x.new_empty(*x.shape[:2], rows, *x.shape[3:]) if kept is None else kept
-                for x, kept in zip(like, known, strict=True)
+                for x, kept in zip(like, own, strict=True)
             )
         return self.tensors[place]
 

@@ -39,29 +39,29 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0 on success, 1 if it failed, 2 if its arguments are wrong, 130 after Ctrl-C."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     lines = (f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
     usage = USAGE.format(commands="\n".join(lines))
-    if not given or given[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage)
-        return 0 if given else 2
-    if given[0] == "--version":
+        return 0 if words else 2
+    if words[0] == "--version":
         sys.stdout.write(f"burst-attention {__version__}, torch {torch.__version__}\n")
         return 0
-    if given[0] not in COMMANDS:
-        sys.stderr.write(f"burst: unknown command {given[0]!r}\n\n{usage}")
+    if words[0] not in COMMANDS:
+        sys.stderr.write(f"burst: unknown command {words[0]!r}\n\n{usage}")
         return 2
     try:
-        return _run(given[0], given[1:])
+        return _run(words[0], words[1:])
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt the exit
-        sys.stderr.write(f"burst {given[0]}: interrupted\n")
+        sys.stderr.write(f"burst {words[0]}: interrupted\n")
         return 128 + signal.SIGINT
 
 
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        command = find_command(name)
+        command: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing.startswith("burst_attention") or missing == "burst_train":
@@ -70,9 +70,3 @@ def _run(name: str, arguments: list[str]) -> int:
         sys.stderr.write(f"burst {name}: {missing} is not installed: in the checkout, run pip install -e {wanted}\n")
         return 2
     return command(arguments)
-
-
-def find_command(name: str) -> Callable[[list[str]], int]:
-    """Return the ``main`` of a command. Raise ModuleNotFoundError if what it needs is not installed."""
-    main: Callable[[list[str]], int] = importlib.import_module(COMMANDS[name][0]).main
-    return main

@@ -104,8 +104,8 @@ class CheckArguments:
                 f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
                 f"the bound is PyTorch's own error in that dtype, which is unreliable on small tensors"
             )
-        known = ("auto", *KERNELS)
-        require(self.kernel in known, "kernel", self.kernel, f"is unknown; choose one of {', '.join(known)}")
+        names = ("auto", *KERNELS)
+        require(self.kernel in names, "kernel", self.kernel, f"is unknown; choose one of {', '.join(names)}")
 
 
 def cases(arguments: CheckArguments, device: str) -> list[Case]:

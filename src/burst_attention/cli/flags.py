@@ -122,8 +122,8 @@ def _complaints(annotation: Any, value: Any) -> Iterator[str]:
         annotation, *rules = get_args(annotation)
         yield from (rule(value) for rule in rules if callable(rule))  # others are tyro's
     if get_origin(annotation) is tuple:
-        for each in value:
-            yield from _complaints(get_args(annotation)[0], each)
+        for item in value:
+            yield from _complaints(get_args(annotation)[0], item)
     elif value is not None:
         for choice in get_args(annotation):
             yield from _complaints(choice, value)

@@ -47,7 +47,7 @@ NOTHING = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
-class Summary:
+class CallSummary:
     """A summary of several ranks' records: the message of one round. A digest has DIGEST_BYTES."""
 
     least: bytes  # least digest of the records; NOTHING is the digest of a rank that could not make the call
@@ -66,10 +66,10 @@ class Summary:
         fields = self.least, self.greatest, self.size, self.lost, self.finder
         return torch.frombuffer(bytearray(FORM.pack(*fields)), dtype=torch.uint8)
 
-    def joined(self, packed: torch.Tensor) -> Summary:
+    def joined(self, packed: torch.Tensor) -> CallSummary:
         """Return the summary of these ranks and of those in ``packed``."""
         least, greatest, size, lost, finder = FORM.unpack(packed.numpy().data)
-        return Summary(
+        return CallSummary(
             min(self.least, least),
             max(self.greatest, greatest),
             max(self.size, size),
@@ -83,7 +83,7 @@ def rounds(rank: int, world: int) -> list[tuple[int, int]]:
     return [((rank + hop) % world, (rank - hop) % world) for hop in hops]
 
 
-def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
+def disseminate(transport: Transport, own: CallSummary, label: str) -> CallSummary:
     """Return the summary of all ranks. A rank that gives up sends a report in place of its message."""
     peers = rounds(transport.rank, transport.world)
     buffers = [torch.empty(FORM.size, dtype=torch.uint8, device="cpu") for _ in peers]
@@ -208,9 +208,9 @@ class Agreement:
         if self.transport.world == 1:
             return [own]
         with self.entering(call):
-            shared, asked = dict(fields) | ({MODEL: self.model} if self.model else {}), own is not None
+            shared, gathers = dict(fields) | ({MODEL: self.model} if self.model else {}), own is not None
             # Equal values give equal texts. If texts differ, the records decide whether the values do.
-            digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
+            digest = blake2b(json.dumps([call, shared, gathers]).encode(), digest_size=DIGEST_BYTES).digest()
             health = self.transport.health
             agreed = self.agreed.setdefault(call, set())
             if once and digest in agreed:
@@ -222,7 +222,7 @@ class Agreement:
             encoded = _encoded({"call": call, "fields": shared, "own": own})
             whole = blake2b(digest + health.history.to_bytes(8, "big"), digest_size=DIGEST_BYTES).digest()
         try:
-            records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=asked)
+            records = self._exchange(encoded, f"the agreement on {call}", whole, gathers=gathers)
         except ExchangeError as error:
             if once and agreed:
                 error.add_note(f"Ranks that repeat a call of {call} don't compare it: is this rank's another? {shared}")
@@ -279,7 +279,7 @@ class Agreement:
         self, encoded: bytes, label: str, digest: bytes = NOTHING, *, gathers: bool = True
     ) -> list[dict[str, Any]] | None:
         """Return all ranks' records; None if all digests are equal and the call does not gather records."""
-        everyone = disseminate(self.transport, Summary(digest, digest, len(encoded)), label)
+        everyone = disseminate(self.transport, CallSummary(digest, digest, len(encoded)), label)
         self.transport.health.agreements += 1
         if everyone.agreed and not gathers:
             return None

@@ -142,10 +142,10 @@ class LocalTransport(Transport):
     def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         group: Any = self.group
         works = []
-        for each in operations:
-            sends = isinstance(each, Send)
-            half = _Half(each.tensor, group.timeout, _recorded(each.tensor))
-            source, target = (self.rank, each.peer) if sends else (each.peer, self.rank)
+        for operation in operations:
+            sends = isinstance(operation, Send)
+            half = _Half(operation.tensor, group.timeout, _recorded(operation.tensor))
+            source, target = (self.rank, operation.peer) if sends else (operation.peer, self.rank)
             group.exchange.post(half, source=source, target=target, tag=tag, sends=sends)
             works.append(half)
         return works

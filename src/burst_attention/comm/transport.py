@@ -195,14 +195,14 @@ class Transport:
             operations_before = arrived.operations
             self.wait(arrived)
             marks.clear()
-            odd = [each.peer for each in operations_before if each.tensor.item() != self.health.marked]
+            odd = [operation.peer for operation in operations_before if operation.tensor.item() != self.health.marked]
             if odd:
                 raise self._other_order(odd[0])
             self.health.marked = call
-        for each in operations:
-            if (key := (type(each), each.peer)) not in marks:
-                number = torch.tensor([call if isinstance(each, Send) else -1], device="cpu")
-                marks[key] = number, self._start_one(type(each)(each.peer, number), MARK_TAG)
+        for operation in operations:
+            if (key := (type(operation), operation.peer)) not in marks:
+                number = torch.tensor([call if isinstance(operation, Send) else -1], device="cpu")
+                marks[key] = number, self._start_one(type(operation)(operation.peer, number), MARK_TAG)
 
     def _other_order(self, peer: int) -> ExchangeError:
         self.health.failure = f"rank {peer} made another call than this rank"
@@ -215,25 +215,25 @@ class Transport:
 
     def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
         """Start the operations; return works to wait for, one per operation or one for all."""
-        if all(each.tensor.is_cpu for each in operations):
-            return [self._start_one(each, tag) for each in operations]
+        if all(operation.tensor.is_cpu for operation in operations):
+            return [self._start_one(operation, tag) for operation in operations]
         batch = [
             dist.P2POp(
-                dist.isend if isinstance(each, Send) else dist.irecv,
-                each.tensor,
+                dist.isend if isinstance(operation, Send) else dist.irecv,
+                operation.tensor,
                 group=self.group,
-                group_peer=each.peer,
+                group_peer=operation.peer,
                 tag=tag,
             )
-            for each in operations
+            for operation in operations
         ]
         return dist.batch_isend_irecv(batch)
 
-    def _start_one(self, each: Operation, tag: int) -> Any:
+    def _start_one(self, operation: Operation, tag: int) -> Any:
         """Do what dist.isend and dist.irecv do on gloo, without their checks."""
-        start = self.group.send if isinstance(each, Send) else self.group.recv
-        tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
-        return start([tensor], each.peer, tag)
+        start = self.group.send if isinstance(operation, Send) else self.group.recv
+        tensor = torch.view_as_real(operation.tensor) if operation.tensor.is_complex() else operation.tensor
+        return start([tensor], operation.peer, tag)
 
     def wait(self, pending: Pending) -> None:
         """Finish an exchange by the deadline, on CUDA the watchdog's; raise ExchangeError, which names the peer."""
@@ -262,9 +262,9 @@ class Transport:
     def send_last(self, sends: Sequence[Send]) -> None:
         """Send what a failed group still can, within a second. Raise nothing: gloo breaks connections that stall."""
         ends, works = time.monotonic() + min(1.0, self.deadline or 1.0), []
-        for each in sends:
+        for send in sends:
             with suppress(RuntimeError):
-                works += self._start([each], self.tag)
+                works += self._start([send], self.tag)
         for work in works:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
@@ -336,8 +336,8 @@ def backend_of(group: Any, device: torch.device) -> str:
 def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[Tensor, list[Tensor]]]]:
     """Pack small CPU tensors to or from one peer into one message; return messages and (message, tensors to fill)."""
     together: dict[tuple[type[Operation], int], list[Tensor]] = {}
-    for each in operations:
-        together.setdefault((type(each), each.peer), []).append(each.tensor)
+    for operation in operations:
+        together.setdefault((type(operation), operation.peer), []).append(operation.tensor)
     messages: list[Operation] = []
     filled = []
     for (kind, peer), tensors in together.items():

@@ -81,8 +81,8 @@ def disagreement(
         apart = [f"{key}: {_by_value(every)}" for key, every in _odd(inside.get(name, [])).items()]
         more = f"; and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
         texts.append(f"{name} ({'; '.join(apart[:MOST_NAMED])}{more})" if apart else f"{name}: {_by_value(values)}")
-    known = {**_KNOWN_REMEDIES, **remedies}
-    ways = dict.fromkeys(known.get(name, remedy) for name in odd)
+    table = {**_KNOWN_REMEDIES, **remedies}
+    ways = dict.fromkeys(table.get(name, remedy) for name in odd)
     return DisagreementError(f"{call}: the ranks disagree on {'; '.join(texts)}. {'. '.join(ways)}")
 
 

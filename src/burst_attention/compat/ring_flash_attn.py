@@ -97,8 +97,8 @@ def _llama3(
     with agreement.entering(name):
         right = llama3_flash_attn_prepare_cu_seqlens(borders, options.causal, transport.rank, transport.world)
         # Empty documents have no first token, so drop them from the given borders as well.
-        given = dict.fromkeys(zip(queries, keys, strict=True))
-        if (*given,) != (*zip(*(x.tolist() for x in right[:2]), strict=True),) or local_k_slice != right[4]:
+        pairs = dict.fromkeys(zip(queries, keys, strict=True))
+        if (*pairs,) != (*zip(*(x.tolist() for x in right[:2]), strict=True),) or local_k_slice != right[4]:
             raise ValueError(message)
     return attend(name, layout, tensors, options, documents=lambda *_: (*borders.tolist(),))
 
@@ -122,8 +122,8 @@ def _function(
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         values = bound.arguments
-        given, rest = tuple(values.pop(each) for each in tensors), {each: values.pop(each) for each in own}
-        return run(name, layout, given, Options(**values), **rest)
+        inputs, rest = tuple(values.pop(each) for each in tensors), {each: values.pop(each) for each in own}
+        return run(name, layout, inputs, Options(**values), **rest)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"See :mod:`{__name__}`. {run.__doc__ or ''}".strip()
@@ -183,9 +183,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return queries, keys, int(queries.diff().max()), int(keys.diff().max()), seen
 
 
-def _borders(given: Any) -> Borders:
+def _borders(cu_seqlens: Any) -> Borders:
     """Convert borders to integers; check that they start with 0 and never decrease."""
-    borders = Mask(cu_seqlens=given).cu_seqlens
+    borders = Mask(cu_seqlens=cu_seqlens).cu_seqlens
     assert isinstance(borders, tuple)
     return borders
 

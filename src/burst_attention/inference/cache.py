@@ -254,14 +254,14 @@ class ShardedCache(DealtCache):
                 "the cache; call its reset() on every rank, or make ShardedCache(model.config)"
             )
         if turn or model not in self._models:  # a sample finds writes to ``.data``, which no version counts
-            found, earlier = weights(), self.weights or {}
-            other = [name for name in found.keys() & earlier.keys() if found[name] != earlier[name]]
+            current, earlier = weights(), self.weights or {}
+            other = [name for name in current.keys() & earlier.keys() if current[name] != earlier[name]]
             if other:
                 raise ValueError(
                     f"{argument} is the cache of another model: its weights differ ({min(other)}); make "
                     "ShardedCache(model.config)"
                 )
-            self.weights = {**found, **earlier}  # sharded weights are unknown, so the names may differ
+            self.weights = {**current, **earlier}  # sharded weights are unknown, so the names may differ
             self._models[model] = versions
 
     def move(self, device: torch.device) -> None:

@@ -74,13 +74,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
     """Compare files with their entries in the manifest; raise ValueError for one that is missing or altered."""
-    for each in files:
-        path = folder / each["name"]
+    for entry in files:
+        path = folder / entry["name"]
         size = path.stat().st_size if path.is_file() else None
-        if size != each["bytes"]:
-            what = "is missing" if size is None else f"has {size} bytes, not {each['bytes']}"
+        if size != entry["bytes"]:
+            what = "is missing" if size is None else f"has {size} bytes, not {entry['bytes']}"
             raise ValueError(f"{path} {what}; {_AGAIN}")
-        if digest_of_file(path) != each["digest"]:
+        if digest_of_file(path) != entry["digest"]:
             raise ValueError(f"{path} was altered: its digest is not the one of {MANIFEST}; {_AGAIN}")
 
 

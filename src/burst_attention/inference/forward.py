@@ -76,11 +76,11 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
         if twice:
             raise ValueError(f"{argument} and {twice[0]} are both caches; pass one of them")
         kwargs = {name: value for name, value in kwargs.items() if name not in known.CACHES} | {known.CACHE: cache}
-        given = named(args, kwargs)
+        values = named(args, kwargs)
         limits = _limits(model)
-        ids = _prompt(limits, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
-        settings, fields = settings_of(model, given)
-        _check_mode(settings, given)
+        ids = _prompt(limits, values.get("input_ids") if values.get("inputs") is None else values["inputs"], values)
+        settings, fields = settings_of(model, values)
+        _check_mode(settings, values)
         _check_positions_of(settings, limits[1], ids.shape[1])
         fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
         fields, details = with_settings(model, fields)
@@ -126,21 +126,21 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
 
 def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _CachedCall:
     state = model._burst
-    given = arguments.named(model, args, kwargs)
-    keyword: Any = passed(given)
-    cache, argument = given.pop(keyword), state.passed or keyword  # generate may rename it
-    for name, value in given.items():
+    values = arguments.named(model, args, kwargs)
+    keyword: Any = passed(values)
+    cache, argument = values.pop(keyword), state.passed or keyword  # generate may rename it
+    for name, value in values.items():
         if name not in (*_TAKEN, *_SILENT) and not arguments.has_no_effect(model, name, value):
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
-    if given.get("use_cache") is False:
+    if values.get("use_cache") is False:
         raise ValueError(f"use_cache=False, but {argument} is a cache; leave one of them out")
     fit = state.fit
     if fit is None or fit.cache is not cache:
         fit = _fit(model, cache, argument)
         state.fit = None if state.passed is None else fit
     past = cache.get_seq_length()
-    ids = _prompt(fit.limits, given.get("input_ids"), given, past)
-    mask, (rows, count) = _padding_mask(given, past, ids), ids.shape
+    ids = _prompt(fit.limits, values.get("input_ids"), values, past)
+    mask, (rows, count) = _padding_mask(values, past, ids), ids.shape
     padding = torch.zeros(rows, dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
     if count == 1 and mask is None:
         places = torch.full((rows, 1), past, device=ids.device)
@@ -149,8 +149,8 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
         places = (places if mask is None else places - padding[:, None]).to(ids.device, non_blocking=True)
     cache.check_batch(padding, argument)
     cache.move(ids.device)
-    _check_positions(places, given.get("position_ids"))
-    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(given, count))
+    _check_positions(places, values.get("position_ids"))
+    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(values, count))
 
 
 def _fit(model: Any, cache: Any, argument: str) -> Fit:
@@ -201,13 +201,13 @@ def _prefill(model: Any, call: _CachedCall, count: int) -> int:
 
 def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop: int) -> None:
     """Run the body on this rank's shard of the tokens ``ids[:, start:stop]``, for its keys and values alone."""
-    cache, known, count = call.cache, model._burst.plans, stop - start
+    cache, model_plans, count = call.cache, model._burst.plans, stop - start
     if call.past + start:  # the tokens follow those of the cache; one plan for each reach of its layers
         first, held = cache.get_seq_length(), cache.stretches()
         masks = {reach: mask_of(reach, first + count, None) for reach in held}
-        plans = Plans({x: known.base.following(count, first=first, mask=masks[x], held=held[x]) for x in held})
+        plans = Plans({x: model_plans.base.following(count, first=first, mask=masks[x], held=held[x]) for x in held})
     else:
-        plans = known.get(stop, None)
+        plans = model_plans.get(stop, None)
     positions = plans.one.positions.to(ids.device, non_blocking=True).repeat(len(ids), 1)
     with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
         _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, RunningPlans(plans, positions=positions))
@@ -233,23 +233,23 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
 
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: RunningPlans | Step) -> Any:
-    given = {"input_ids": ids, "position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
+    values = {"input_ids": ids, "position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
     with running(plan):
-        return stub_forward.run_body(fit.body, **given)
+        return stub_forward.run_body(fit.body, **values)
 
 
-def _prompt(limits: tuple[int | None, int | None], ids: Any, given: Mapping[str, Any], past: int = 0) -> Tensor:
+def _prompt(limits: tuple[int | None, int | None], ids: Any, values: Mapping[str, Any], past: int = 0) -> Tensor:
     """Return token ids [B, n] after their checks. They follow ``past`` columns of the cache."""
-    if given.get("inputs_embeds") is not None:
+    if values.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: embeddings computed outside of the model are not supported; pass input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         raise TypeError(f"input_ids={shown(ids)} must be a tensor of token ids [batch, sequence]")
     if 0 in ids.shape:
         raise ValueError(f"input_ids has shape {list(ids.shape)}: the prompt is empty; pass at least one token")
-    (known, most), length = limits, past + ids.shape[1]
+    (vocab, most), length = limits, past + ids.shape[1]
     low, high = (int(x) for x in ids.aminmax())
-    if known is not None and (low < 0 or high >= known):
-        raise ValueError(f"input_ids holds {low if low < 0 else high}, outside of the model's vocabulary of {known}")
+    if vocab is not None and (low < 0 or high >= vocab):
+        raise ValueError(f"input_ids holds {low if low < 0 else high}, outside of the model's vocabulary of {vocab}")
     if most is not None and length > most:
         raise ValueError(
             f"input_ids: {length} tokens, with those of the cache, are more than the model's "
@@ -261,17 +261,17 @@ def _prompt(limits: tuple[int | None, int | None], ids: Any, given: Mapping[str,
 def _check_positions_of(settings: Any, most: int | None, prompt: int) -> None:
     """Refuse to generate beyond the model's positions. The last token needs none, because nothing follows it."""
     name = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
-    asked, before = getattr(settings, name), prompt if name == "max_new_tokens" else 0
-    if most is not None and asked is not None and before + asked - 1 > most:
+    limit, before = getattr(settings, name), prompt if name == "max_new_tokens" else 0
+    if most is not None and limit is not None and before + limit - 1 > most:
         raise ValueError(
-            f"{name}={asked}, after a prompt of {prompt} tokens, needs more than the model's "
+            f"{name}={limit}, after a prompt of {prompt} tokens, needs more than the model's "
             f"max_position_embeddings={most}; pass at most {name}={most - before + 1}, or load the model with more "
             "positions"
         )
 
 
-def _kept(given: Mapping[str, Any], count: int) -> int:
-    keep = given.get("logits_to_keep", 0)
+def _kept(values: Mapping[str, Any], count: int) -> int:
+    keep = values.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} is not supported with a cache over ranks; pass a number")
     keep = min(keep or count, count)
@@ -280,9 +280,9 @@ def _kept(given: Mapping[str, Any], count: int) -> int:
     return keep
 
 
-def _padding_mask(given: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | None:
+def _padding_mask(values: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | None:
     """Return the mask of all columns so far, if it has padding."""
-    mask, whole = given.get("attention_mask"), (len(ids), past + ids.shape[1])
+    mask, whole = values.get("attention_mask"), (len(ids), past + ids.shape[1])
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or tuple(mask.shape) != whole:
@@ -304,17 +304,17 @@ def _check_positions(right: Tensor, positions: Any) -> None:
         raise ValueError(f"position_ids={shown(positions)} differ from the tokens' places; leave position_ids out")
 
 
-def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
+def _check_mode(settings: Any, values: Mapping[str, Any]) -> None:
     """Refuse ways to generate that reorder or roll back the cache."""
     for name in ("assistant_model", "custom_generate"):
-        if (value := given.get(name)) is not None:
+        if (value := values.get(name)) is not None:
             what = repr(value) if isinstance(value, str) else type(value).__name__
             raise ValueError(f"{name}={what} is refused: {_OTHER_MODE}")
     if settings.cache_implementation is not None:
         raise ValueError(
             f"cache_implementation={settings.cache_implementation!r} is refused: a cache is given; omit it"
         )
-    check_clocks(settings, given)
+    check_clocks(settings, values)
     if settings.prefill_chunk_size is not None:
         raise ValueError(
             f"prefill_chunk_size={settings.prefill_chunk_size} is refused: the cache decides; make "
@@ -323,5 +323,5 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
     mode = settings.get_generation_mode(None)
     if mode not in _MODES:
         named = {name: getattr(settings, name, None) for name in _OF_MODES}
-        asked = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
-        raise ValueError(f"{asked or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")
+        text = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
+        raise ValueError(f"{text or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")

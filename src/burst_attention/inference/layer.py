@@ -50,8 +50,8 @@ class StateLayer(_Fixed, LinearAttentionLayer):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is stored, by name."""
-        found = {"columns": self.conv_states[0], "state": self.recurrent_states[0]}
-        return {name: x for name, x in found.items() if x is not None}
+        states = {"columns": self.conv_states[0], "state": self.recurrent_states[0]}
+        return {name: x for name, x in states.items() if x is not None}
 
     def nbytes(self) -> int:
         """Return the bytes of the state and of the inputs."""
@@ -123,17 +123,17 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
     def store(self, key: Tensor, value: Tensor, slots: np.ndarray) -> None:
         """Append tokens of any ascending slots; the room behind them is exact."""
         self._grow(key, value, len(slots), room=0)
-        for each in ranges_of(slots):
-            self.held.append(each)
+        for part in ranges_of(slots):
+            self.held.append(part)
 
     def append(self, key: Tensor, value: Tensor, slots: Sequence[range], first: int) -> None:
         """Append those of new tokens, of slots from ``first`` on, that this rank holds."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        for each in slots:
-            part = slice(each.start - first, each.stop - first)
-            self._grow(key[:, :, part], value[:, :, part], len(each), room=PAGE)
-            self.held.append(each)
+        for stretch in slots:
+            part = slice(stretch.start - first, stretch.stop - first)
+            self._grow(key[:, :, part], value[:, :, part], len(stretch), room=PAGE)
+            self.held.append(stretch)
 
     def forget(self, holes: Sequence[Hole], slot: int, *, least: int = PAGE) -> None:
         """Drop what no query from ``slot`` on sees, once it is ``least`` tokens or more."""

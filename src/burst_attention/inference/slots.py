@@ -26,8 +26,8 @@ class Held:
     def __init__(self, ranges: Sequence[range] = ()) -> None:
         self.ranges: list[range] = []
         self._count = 0
-        for each in ranges:
-            self.append(each)
+        for part in ranges:
+            self.append(part)
 
     def __len__(self) -> int:
         return self._count
@@ -58,25 +58,25 @@ class Held:
     def drop(self, count: int) -> None:
         """Forget the first ``count`` slots."""
         left: list[range] = []
-        for each in self.ranges:
-            gone = min(count, len(each))
+        for part in self.ranges:
+            gone = min(count, len(part))
             count -= gone
-            left += [each[gone:]] if gone < len(each) else []
+            left += [part[gone:]] if gone < len(part) else []
         self.ranges, self._count = left, sum(map(len, left))
 
 
 def ranges_of(slots: np.ndarray) -> list[range]:
     """Return ascending slots as ranges of equal steps."""
-    found: list[range] = []
+    ranges: list[range] = []
     start, values = 0, slots.tolist()
     while start < len(values):
         step = values[start + 1] - values[start] if start + 1 < len(values) else 1
         stop = start + 1
         while stop < len(values) and values[stop] - values[stop - 1] == step:
             stop += 1
-        found.append(range(values[start], values[stop - 1] + 1, step))
+        ranges.append(range(values[start], values[stop - 1] + 1, step))
         start = stop
-    return found
+    return ranges
 
 
 def own_slots(first: int, stop: int, rank: int, world: int) -> list[range]:
@@ -142,12 +142,12 @@ def _tiles(spans: Sequence[tuple[int, int]]) -> np.ndarray:
     if not seeing:
         return np.empty((0, 6), np.int64)
     left, right = seeing[-1][1], seeing[0][2]  # what all of these queries see
-    found = [_full(seeing[0][0], seeing[-1][0] + 1, left, right)] if right > left else []
+    tiles = [_full(seeing[0][0], seeing[-1][0] + 1, left, right)] if right > left else []
     for n, start, stop in seeing:
-        found += [_full(n, n + 1, start, min(stop, left))] if min(stop, left) > start else []
+        tiles += [_full(n, n + 1, start, min(stop, left))] if min(stop, left) > start else []
         after = max(start, right, left)
-        found += [_full(n, n + 1, after, stop)] if stop > after else []
-    return np.array(sorted(found), np.int64)
+        tiles += [_full(n, n + 1, after, stop)] if stop > after else []
+    return np.array(sorted(tiles), np.int64)
 
 
 def _full(q_start: int, q_stop: int, k_start: int, k_stop: int) -> tuple[int, ...]:

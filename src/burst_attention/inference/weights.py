@@ -36,10 +36,10 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
 
 def _shared(model: nn.Module, layers: list[Any]) -> str | None:
     """Return the name of a weight that two layers, or a layer and another part, share; None without such a weight."""
-    found: dict[int, nn.Module | None] = {}
+    owner_of: dict[int, nn.Module | None] = {}
     owners = {id(part): layer for layer in layers for part in layer.modules()}
     for name, module in model.named_modules(remove_duplicate=False):
         for own, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if found.setdefault(id(weight), owners.get(id(module))) is not owners.get(id(module)):
+            if owner_of.setdefault(id(weight), owners.get(id(module))) is not owners.get(id(module)):
                 return f"{name}.{own}"
     return None

@@ -27,8 +27,8 @@ def make_mesh(device_type: str, *, data_parallel: int = 1, tensor_parallel: int 
     """
     world, share = dist.get_world_size(), data_parallel * tensor_parallel
     if data_parallel < 1 or tensor_parallel < 1 or world % share:
-        asked = f"data_parallel={data_parallel}" + f" x tensor_parallel={tensor_parallel}" * (tensor_parallel > 1)
-        raise ValueError(f"{asked} must divide the number of ranks, {world}")
+        product = f"data_parallel={data_parallel}" + f" x tensor_parallel={tensor_parallel}" * (tensor_parallel > 1)
+        raise ValueError(f"{product} must divide the number of ranks, {world}")
     sizes = {DATA: data_parallel, CONTEXT: world // share, TENSOR: tensor_parallel}
     if tensor_parallel == 1:
         del sizes[TENSOR]

@@ -47,7 +47,7 @@ def is_rank_0() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
+def torchrun_ranks(ranks: int | None) -> tuple[int, int] | None:
     """Return (all ranks, ranks here) of torchrun's job, None without; ValueError for another ``--ranks``."""
     if not started_by_torchrun():
         return None
@@ -58,8 +58,8 @@ def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
             "the command with torchrun, or unset RANK and WORLD_SIZE to have it start its own workers"
         )
     world = int(os.environ["WORLD_SIZE"])
-    if asked is not None and asked != world:
-        raise ValueError(f"--ranks {asked}, but torchrun started {world} (WORLD_SIZE); leave --ranks out")
+    if ranks is not None and ranks != world:
+        raise ValueError(f"--ranks {ranks}, but torchrun started {world} (WORLD_SIZE); leave --ranks out")
     return world, int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
@@ -163,9 +163,9 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
         try:
             for rank in range(ranks):
                 environment = dict(os.environ) | _torchrun_variables(rank, ranks, store.port)
-                given = environment, Path(folder), os.getpid(), worker, arguments, patient
+                setup = environment, Path(folder), os.getpid(), worker, arguments, patient
                 with _blocked():
-                    processes.append(make(target=_worker, args=given, name=f"rank {rank}"))
+                    processes.append(make(target=_worker, args=setup, name=f"rank {rank}"))
                     processes[-1].start()
             failures = _wait_for_all(processes, Path(folder))
             if not failures:
@@ -210,9 +210,9 @@ def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise _Signalled(number)
 
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     plain = (signal.SIG_DFL, signal.default_int_handler)  # keep signals that nohup set to be ignored
-    before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
+    before = {number: handler for number in signals if (handler := signal.getsignal(number)) in plain}
     for number in before:
         signal.signal(number, raise_signal)
     try:

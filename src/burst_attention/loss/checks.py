@@ -18,17 +18,17 @@ from .head import Head
 from .tokens import Measurement
 
 
-def divisor_of(given: Any, name: str = "num_valid") -> float | None:
+def divisor_of(value: Any, name: str = "num_valid") -> float | None:
     """Return the argument ``name``, by which a sum of losses is divided, as a float; None for None."""
-    if given is None:
+    if value is None:
         return None
-    if isinstance(given, torch.Tensor) and given.numel() == 1:
-        given = given.item()
-    count = real(given)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    count = real(value)
     if count is None:
-        raise TypeError(f"{name}={given!r} must be a number, a tensor of one number, or None")
+        raise TypeError(f"{name}={value!r} must be a number, a tensor of one number, or None")
     if not 0 <= count <= sys.float_info.max:
-        raise ValueError(f"{name}={given} must be a count of tokens: finite and not negative")
+        raise ValueError(f"{name}={value} must be a count of tokens: finite and not negative")
     return float(count)
 
 
@@ -138,14 +138,14 @@ def check_temperature(temperature: Any) -> None:
         raise ValueError(f"temperature={temperature} must be finite and greater than 0; logits are divided by it")
 
 
-def check_outputs(outputs: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+def check_outputs(outputs: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return ``outputs`` without duplicates, in the order of ``known``. The first of ``known`` is always included."""
     if isinstance(outputs, str) or not isinstance(outputs, (Sequence, Set)):
-        raise TypeError(f"outputs={outputs!r} must be a sequence of names out of {', '.join(known)}")
-    unknown = [name for name in outputs if name not in known]
+        raise TypeError(f"outputs={outputs!r} must be a sequence of names out of {', '.join(names)}")
+    unknown = [name for name in outputs if name not in names]
     if unknown:
-        raise ValueError(f"outputs holds {unknown[0]!r}, which is unknown; choose from {', '.join(known)}")
-    return tuple(name for name in known if name in outputs or name == known[0])
+        raise ValueError(f"outputs holds {unknown[0]!r}, which is unknown; choose from {', '.join(names)}")
+    return tuple(name for name in names if name in outputs or name == names[0])
 
 
 def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:

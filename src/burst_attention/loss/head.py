@@ -46,7 +46,7 @@ class LogitForm:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeadPart:
     """The rows of a head's weight that this rank of a tensor-parallel axis holds, and exchanges with the others."""
 
     group: dist.ProcessGroup
@@ -111,7 +111,7 @@ class Head:
     weight: torch.Tensor  # [V, E]; with a part, its rows
     bias: torch.Tensor | None = None  # [V], or the part's; None for no bias
     form: LogitForm = LogitForm()
-    part: Part | None = None  # None: this rank has the whole vocabulary
+    part: HeadPart | None = None  # None: this rank has the whole vocabulary
 
     @staticmethod
     def of(weight: Any, bias: Any = None, form: LogitForm = LogitForm()) -> Head:
@@ -124,7 +124,7 @@ class Head:
         mesh, ranks, rows = weight.device_mesh, weight.device_mesh.size(), weight.shape[0]
         size = -(-rows // ranks)  # as torch.chunk cuts
         sizes = tuple(max(0, min(rows, size * (n + 1)) - size * n) for n in range(ranks))
-        part = Part(mesh.get_group(), mesh.get_local_rank(), sizes)
+        part = HeadPart(mesh.get_group(), mesh.get_local_rank(), sizes)
         local = weight.to_local()
         if not min(sizes) or local.shape[0] != sizes[part.rank]:
             raise ValueError(
@@ -199,7 +199,7 @@ class _Whole(torch.autograd.Function):
     """Gather the logits of all parts; the gradient of this rank's part is a slice of the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, part: Part) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, part: HeadPart) -> torch.Tensor:
         ctx.part = part
         return part.whole(logits)
 

@@ -112,9 +112,9 @@ def token_log_probs(
         local = table.new_zeros(len(measures), here.numel())  # 0 where there is no label
         local[:, rows] = table
     whole = plan.unshard(local.view(len(local), *here.shape), 2, grad="slice")[..., : max(plan.seqlen - 1, 0)]
-    given = dict(zip(measures, whole.unbind(0), strict=True))
-    for name in {*given} - {"log_probs", "entropy"}:
-        given[name] = given[name].detach()
-    if "is_top1" in given:
-        given["is_top1"] = given["is_top1"].bool()
-    return TokenLogProbs(**given)
+    values = dict(zip(measures, whole.unbind(0), strict=True))
+    for name in {*values} - {"log_probs", "entropy"}:
+        values[name] = values[name].detach()
+    if "is_top1" in values:
+        values["is_top1"] = values["is_top1"].bool()
+    return TokenLogProbs(**values)

@@ -153,8 +153,8 @@ class _Mean(torch.autograd.Function):
 
 def _mean(plan: Plan, same: Mapping[str, float | None], local_sum: float, local_count: int) -> tuple[float, float]:
     """Return (value, divisor), the same floats on every rank. One exchange; sums are in rank order."""
-    given = [math.inf if value is None else value for value in same.values()]  # each is finite, or None
-    ranks = plan.exchange_small([local_sum, float(local_count), *given])
+    divisors = [math.inf if value is None else value for value in same.values()]  # each is finite, or None
+    ranks = plan.exchange_small([local_sum, float(local_count), *divisors])
     total, count = (sum(rank[i] for rank in ranks) for i in (0, 1))
     for i, name in enumerate(same, 2):
         if any(rank[i] != ranks[0][i] for rank in ranks):

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.passes import check_batches, check_transforms, differentiable_once
 from ..comm.agreement import BACKWARD, over_axis
-from .head import Head, LogitForm, Part, default_chunk, operand, product
+from .head import Head, HeadPart, LogitForm, default_chunk, operand, product
 
 MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
@@ -76,7 +76,7 @@ class _Measure(torch.autograd.Function):
         rows: torch.Tensor,
         target: torch.Tensor,
         measurement: Measurement,
-        part_of: Part | None,
+        part_of: HeadPart | None,
     ) -> torch.Tensor:
         """Compute the measures [measures, rows], one chunk of logits at a time."""
         compute, flat = torch.float64 if hidden.dtype == torch.float64 else torch.float32, hidden.flatten(0, 1)
@@ -104,36 +104,36 @@ class _Measure(torch.autograd.Function):
 
 
 def _measured(
-    measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: Part | None
+    measures: tuple[str, ...], logits: torch.Tensor, target: torch.Tensor, part: HeadPart | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ledger's measures [measures, n] of z [n, V], and lse [n]. Overwrites z."""
-    found = {"lse": torch.logsumexp(logits, 1)}
+    stats = {"lse": torch.logsumexp(logits, 1)}
     if part is None:
-        found["label"] = logits.gather(1, target[:, None]).squeeze(1)
+        stats["label"] = logits.gather(1, target[:, None]).squeeze(1)
     else:
         row, inside = part.place(target)
-        found["label"] = logits.gather(1, row[:, None]).squeeze(1).masked_fill_(~inside, -torch.inf)
+        stats["label"] = logits.gather(1, row[:, None]).squeeze(1).masked_fill_(~inside, -torch.inf)
     if "mean_logits" in measures:
-        found["mean_logits"] = logits.mean(1)
+        stats["mean_logits"] = logits.mean(1)
     if "is_top1" in measures:
-        found["most"] = logits.amax(1)
+        stats["most"] = logits.amax(1)
     if "entropy" in measures or "log_sum_sq_probs" in measures:
-        log_p = _log_p_(logits, found["lse"])
+        log_p = _log_p_(logits, stats["lse"])
         p = log_p.exp()
         if "log_sum_sq_probs" in measures:  # no log of 0: the sum is at least 1 / V
-            found["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
+            stats["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
         if "entropy" in measures:
-            found["entropy"] = -p.mul_(log_p).sum(1)
+            stats["entropy"] = -p.mul_(log_p).sum(1)
     if part is not None:
-        found = _merged(found, part)
-    lse, label = found["lse"], found["label"]
-    found["log_probs"] = label - lse
+        stats = _merged(stats, part)
+    lse, label = stats["lse"], stats["label"]
+    stats["log_probs"] = label - lse
     if "is_top1" in measures:
-        found["is_top1"] = (label >= found["most"]).to(lse.dtype)
-    return torch.stack([found[name] for name in measures]), lse
+        stats["is_top1"] = (label >= stats["most"]).to(lse.dtype)
+    return torch.stack([stats[name] for name in measures]), lse
 
 
-def _merged(own: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+def _merged(own: dict[str, torch.Tensor], part: HeadPart) -> dict[str, torch.Tensor]:
     """Return what the ranks have of a chunk, over the whole vocabulary: each [n], the same bits on every rank.
 
     With lse_r, H_r of rank r's part and w_r = exp(lse_r - lse): H = sum of w_r (H_r + lse - lse_r).
@@ -249,7 +249,7 @@ def _unit(row: torch.Tensor) -> tuple[float | torch.Tensor, torch.Tensor | None]
 
 def _dproduct(
     measurement: Measurement,
-    vocabulary: Part | None,
+    vocabulary: HeadPart | None,
     logits: torch.Tensor,
     lse: torch.Tensor,
     target: torch.Tensor,

@@ -189,8 +189,8 @@ class RecordFile:
     def read(self, start: int, memory: memoryview, checksum: int) -> None:
         """Fill ``memory`` from byte ``start``; raise OffloadError if the checksum is another."""
         self.check()
-        found = self._move("read", lambda view, place: os.preadv(self._fd, [view], place), start, memory)
-        if found != checksum:
+        actual = self._move("read", lambda view, place: os.preadv(self._fd, [view], place), start, memory)
+        if actual != checksum:
             raise OffloadError(
                 f"{self._name}: {len(memory)} bytes at byte {start} are not those that were written. "
                 f"Check the disk, or {ELSEWHERE}"

@@ -66,7 +66,7 @@ def seen(mask: Mask, length: int, before: Any) -> Any:
     return total
 
 
-class _Placed:
+class _Placement:
     """A placement of documents on ranks."""
 
     def __init__(self, seqlen: int, world: int, work: int) -> None:
@@ -85,10 +85,10 @@ class _Placed:
     @property
     def segments(self) -> list[Segments]:
         """The positions of each rank, ascending."""
-        found: list[list[range]] = [[] for _ in self.tokens]
+        ranges: list[list[range]] = [[] for _ in self.tokens]
         for rank, start, stop in sorted(self.pieces):
-            found[rank].append(range(start, stop))
-        return [joined(each) for each in found]
+            ranges[rank].append(range(start, stop))
+        return [joined(each) for each in ranges]
 
     def give(self, ranks: np.ndarray, parts: _Parts) -> None:
         """Put part n on rank ``ranks[n]``. No rank gets two."""
@@ -142,7 +142,7 @@ class _Documents:
         self.starts, self.lengths = starts[order].tolist(), lengths[order].tolist()
         self.work = [int(seen(mask, n, n)) for n in self.lengths]
 
-    def placements(self) -> Iterator[_Placed]:
+    def placements(self) -> Iterator[_Placement]:
         """Yield placements to try, the last with every document over all ranks."""
         few = self.world
         while few:
@@ -152,9 +152,9 @@ class _Documents:
         assert placed is not None
         yield placed
 
-    def _placed(self, few: int, share: float) -> _Placed | None:
+    def _placed(self, few: int, share: float) -> _Placement | None:
         """Place each document on one rank, on up to ``few`` by ``share`` of their room, or all; None without room."""
-        placed = _Placed(self.seqlen, self.world, sum(self.work))
+        placed = _Placement(self.seqlen, self.world, sum(self.work))
         first = 0  # the next rank to get an extra token
         loads = [(0.0, rank) for rank in range(self.world)]
         for n, (start, length, work) in enumerate(zip(self.starts, self.lengths, self.work, strict=True)):
@@ -177,7 +177,7 @@ class _Documents:
                 placed.give(order[:count], parts[np.argsort(-parts.work, kind="stable")])
         return placed
 
-    def _spread(self, placed: _Placed, n: int, first: int) -> int:
+    def _spread(self, placed: _Placement, n: int, first: int) -> int:
         """Deal a document's parts out to all ranks, and return the next rank to get an extra token."""
         world, length = self.world, self.lengths[n]
         for rounds in ROUNDS:
@@ -210,7 +210,7 @@ def _equal(length: int, count: int) -> np.ndarray:
     return length // count + (np.arange(count) < length % count)
 
 
-def _least_loaded(placed: _Placed, loads: list[tuple[float, int]]) -> int:
+def _least_loaded(placed: _Placement, loads: list[tuple[float, int]]) -> int:
     """Return the least loaded rank. ``loads`` is a heap of all ranks; a load in it may be too small."""
     while (load := placed.load(rank := loads[0][1])) > loads[0][0]:
         heapreplace(loads, (load, rank))
@@ -219,10 +219,10 @@ def _least_loaded(placed: _Placed, loads: list[tuple[float, int]]) -> int:
 
 def joined(ranges: Iterable[range]) -> Segments:
     """Join each range with the next one if they touch; leave out empty ones."""
-    found: list[range] = []
-    for each in ranges:
-        if found and found[-1].stop == each.start:
-            found[-1] = range(found[-1].start, each.stop)
-        elif len(each):
-            found.append(each)
-    return tuple(found)
+    merged: list[range] = []
+    for span in ranges:
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = range(merged[-1].start, span.stop)
+        elif len(span):
+            merged.append(span)
+    return tuple(merged)

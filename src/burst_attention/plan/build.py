@@ -33,9 +33,9 @@ class Builder:
 
     def __init__(self, work: PassSpec, rank: int) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
-        self.known: Cells = work.cells(rank)
-        self.cells = self.known.at(rank)
-        self.edges: list[Edge] = sorted(work.edges(self.known, rank), key=_global_order)
+        self.all_cells: Cells = work.cells(rank)
+        self.cells = self.all_cells.at(rank)
+        self.edges: list[Edge] = sorted(work.edges(self.all_cells, rank), key=_global_order)
         chunks = self.groups.chunk_count
         self.slices = {
             key: Slice(work.layouts[key[0]], owners, chunks=chunks) for key, owners in self._owners().items()
@@ -206,7 +206,7 @@ class Builder:
         """Return the tiles of each rectangle; one call finds those of all that share queries, or keys."""
         if not self.groups.joins:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
-            return [Tiles(self.known.by_pair[pair]) for pair in pairs]
+            return [Tiles(self.all_cells.by_pair[pair]) for pair in pairs]
         by_side = {side: _positions((r.places[side], r.chunks[side]) for r in rectangles) for side in Side}
         shared = min(Side, key=lambda side: len(by_side[side]))
         tiles: dict[int, Tiles] = {}
@@ -217,8 +217,8 @@ class Builder:
                 tables = [self._slice(each.places[side]).segments(each.chunks[side]) for each in some]
                 segments[side] = np.concatenate(tables)
                 segments[side][:, 0] = np.repeat(these[: len(tables)], [len(table) for table in tables])
-            found = segment_tiles(segments[Side.QUERY], segments[Side.KEY], self.work.regions)
-            tiles |= {(j if shared is Side.QUERY else i): x for (i, j), x in found.items()}
+            pieces = segment_tiles(segments[Side.QUERY], segments[Side.KEY], self.work.regions)
+            tiles |= {(j if shared is Side.QUERY else i): x for (i, j), x in pieces.items()}
         return [tiles[n] for n in range(len(rectangles))]
 
 

@@ -56,8 +56,8 @@ class Chunks:
 
     def table(self, chunks: Sequence[int]) -> np.ndarray:
         """Return the segments of these chunks as :meth:`Layout.table` does, with chunks in place of owners."""
-        asked = np.asarray(chunks, np.int64)
-        table = self.layout.table(np.unique(asked // self.count).tolist())
+        numbers = np.asarray(chunks, np.int64)
+        table = self.layout.table(np.unique(numbers // self.count).tolist())
         owner, offset, first, count, stride = (x[:, None] for x in table.T)
         borders = self.borders[table[:, 0]]
         start = np.maximum(offset, borders[:, :-1])
@@ -65,7 +65,7 @@ class Chunks:
         chunk = owner * self.count + np.arange(self.count)
         columns = (chunk, start, first + (start - offset) * stride, stop - start, stride + 0 * chunk)
         cut = np.stack(columns, 2).reshape(-1, 5)
-        cut = cut[(cut[:, 3] > 0) & np.isin(cut[:, 0], asked)]
+        cut = cut[(cut[:, 3] > 0) & np.isin(cut[:, 0], numbers)]
         return cut[np.argsort(cut[:, 0], kind="stable")]
 
 

@@ -78,9 +78,9 @@ class PassSpec:
         known_by = None if self.route.ring else rank
         table = self._table(self._wanted(known_by))
         i, j = (self.owner(chunk) for chunk in (table[:, 0], table[:, 1]))
-        known = [np.flatnonzero(self._concerns(known_by, i, j, group)) for group in range(self.groups.query)]
-        group = np.repeat(np.arange(len(known)), [len(these) for these in known])
-        columns = table.T.take(np.concatenate(known), 1)
+        indices = [np.flatnonzero(self._concerns(known_by, i, j, group)) for group in range(self.groups.query)]
+        group = np.repeat(np.arange(len(indices)), [len(these) for these in indices])
+        columns = table.T.take(np.concatenate(indices), 1)
         i, j, tiles = columns[0], columns[1], columns[2:].T
         return Cells(i, j, group, *self.arrivals(i, j, group), tiles)
 
@@ -124,13 +124,13 @@ class PassSpec:
             return np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
         groups = self.groups
         user = self.cube(i, j, group)
-        known = (i == rank) | (j == rank) | np.isin(user, self.route.mates(rank))
+        concerns = (i == rank) | (j == rank) | np.isin(user, self.route.mates(rank))
         if groups.query > 1:  # cells that it caches, or whose partial results it forwards
             own = groups.context(rank)
-            known |= (user % groups.query == rank % groups.query) & (
+            concerns |= (user % groups.query == rank % groups.query) & (
                 (groups.context(i) == own) | (groups.context(j) == own)
             )
-        return known
+        return concerns
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
         """Return the edges that these cells need, or only those of ``rank``; one from a rank to itself is a copy."""
@@ -204,14 +204,14 @@ class PassSpec:
 
     def _ranks(self, side: Side, owner: int, part: int) -> np.ndarray:
         """Return the ranks that would compute cells of this key under a full mask."""
-        asked = side, owner // self.alike, part
-        if asked not in self._ranks_of:
+        key = side, owner // self.alike, part
+        if key not in self._ranks_of:
             others = np.arange(0, self.layout.world, self.alike)
-            one = np.full_like(others, owner // self.alike * self.alike)
-            pairs = (one, others) if side is Side.QUERY else (others, one)
+            owners = np.full_like(others, owner // self.alike * self.alike)
+            pairs = (owners, others) if side is Side.QUERY else (others, owners)
             groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
-            self._ranks_of[asked] = np.unique([self.cube(*pairs, g) for g in groups])
-        return self._ranks_of[asked]
+            self._ranks_of[key] = np.unique([self.cube(*pairs, g) for g in groups])
+        return self._ranks_of[key]
 
     @cached_property
     def _ranks_of(self) -> dict[tuple[Side, int, int], np.ndarray]:

@@ -79,11 +79,11 @@ def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:
 def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
     """Return which groups of ``count`` tiles have two that touch, bool [groups]."""
     few = max(1, MOST_AT_ONCE // count**2)
-    found = [np.zeros(0, bool)]
+    flags = [np.zeros(0, bool)]
     for n in range(0, len(begins), few):
         touch = _touching(table[begins[n : n + few, None] + np.arange(count), 3:])
-        found.append(np.any(touch.reshape(len(touch), -1), 1))
-    return np.concatenate(found)
+        flags.append(np.any(touch.reshape(len(touch), -1), 1))
+    return np.concatenate(flags)
 
 
 def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

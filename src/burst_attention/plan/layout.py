@@ -74,15 +74,15 @@ LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
 STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
 
 
-def _stretch(given: Any) -> range:
+def _stretch(value: Any) -> range:
     """Return a (start, stop) pair as a range."""
     try:
-        ends = (given.start, given.stop, given.step) if isinstance(given, range) else (*given, 1)
+        ends = (value.start, value.stop, value.step) if isinstance(value, range) else (*value, 1)
         start, stop, step = map(index, ends)
     except (TypeError, ValueError):
-        raise TypeError(f"stretch {given!r} must be a range or a pair of integers (start, stop)") from None
+        raise TypeError(f"stretch {value!r} must be a range or a pair of integers (start, stop)") from None
     if step != 1 or not 0 <= start <= stop:
-        raise ValueError(f"stretch {given!r} must have 0 <= start <= stop, and step 1")
+        raise ValueError(f"stretch {value!r} must have 0 <= start <= stop, and step 1")
     return range(start, stop)
 
 
@@ -109,10 +109,10 @@ class Layout:
     documents: tuple[int, ...] | None = field(default=None, repr=False)
     mask: Mask | None = field(default=None, repr=False)  # for a balanced layout; None: causal
     start: int = 0  # the position of the first token
-    given: tuple[Segments, ...] | None = field(default=None, repr=False)  # of :meth:`of_stretches`
+    listing: tuple[Segments, ...] | None = field(default=None, repr=False)  # of :meth:`of_stretches`
 
     def __post_init__(self) -> None:
-        if self.given is None and self._plain not in LAYOUTS:
+        if self.listing is None and self._plain not in LAYOUTS:
             raise ValueError(
                 f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
                 "cut each document separately"
@@ -131,20 +131,20 @@ class Layout:
         ``stretches``: by rank, ascending (start, stop) pairs or ranges; none is allowed, and so are positions that no
         rank holds. Raise TypeError or ValueError if one is no such pair, two overlap, or a rank's do not ascend.
         """
-        given = tuple(joined(map(_stretch, each)) for each in stretches)
-        for before, after in (pair for each in given for pair in pairwise(each)):
+        parts = tuple(joined(map(_stretch, each)) for each in stretches)
+        for before, after in (pair for each in parts for pair in pairwise(each)):
             if after.start < before.stop:
                 raise ValueError(
                     f"stretch ({after.start}, {after.stop}) follows ({before.start}, {before.stop}) on a rank; list "
                     "each rank's stretches in ascending order, without overlap"
                 )
-        for before, after in pairwise(sorted((s for each in given for s in each), key=lambda s: s.start)):
+        for before, after in pairwise(sorted((s for each in parts for s in each), key=lambda s: s.start)):
             if after.start < before.stop:
                 raise ValueError(
                     f"stretches ({before.start}, {before.stop}) and ({after.start}, {after.stop}) overlap; put each "
                     "position on one rank"
                 )
-        return cls(GIVEN, max((s.stop for each in given for s in each), default=0), len(given), given=given)
+        return cls(GIVEN, max((s.stop for each in parts for s in each), default=0), len(parts), listing=parts)
 
     def segments(self, rank: int) -> Segments:
         """Return the positions of ``rank`` in local order, without empty segments."""
@@ -170,7 +170,7 @@ class Layout:
             first = start + borders[:-1] + self.start + 0 * count
             columns.append((0 * count + owners, count, first, 0 * count + stride))
         owner, counts, first, strides = (
-            np.stack(each, 2).reshape(len(owners), -1) for each in zip(*columns, strict=True)
+            np.stack(parts, 2).reshape(len(owners), -1) for parts in zip(*columns, strict=True)
         )
         return np.stack([owner, np.cumsum(counts, 1) - counts, first, counts, strides], 2)[counts > 0]
 
@@ -180,7 +180,7 @@ class Layout:
         if not self._listed:
             table = self._segments_of(range(self.world))
         else:
-            placed = self.given or place(self.mask or Mask(), self.seqlen, self.world)
+            placed = self.listing or place(self.mask or Mask(), self.seqlen, self.world)
             rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
             table = np.array(rows, np.int64).reshape(-1, 5)
             offsets = np.cumsum(table[:, 3]) - table[:, 3]
@@ -190,7 +190,7 @@ class Layout:
     @property
     def description(self) -> str:
         """The name, with a digest if documents or the mask matter; equal on two ranks iff their layouts are."""
-        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask or self.given else "")
+        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask or self.listing else "")
 
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
         """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
@@ -231,7 +231,7 @@ class Layout:
     @property
     def _listed(self) -> bool:
         """Whether the segments are a list, not a formula."""
-        return self.given is not None or self.name == BALANCED
+        return self.listing is not None or self.name == BALANCED
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

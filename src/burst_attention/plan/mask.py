@@ -22,8 +22,8 @@ def _integer(name: str, value: Any) -> int:
     return exact
 
 
-def _array(given: Any) -> np.ndarray:
-    return np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+def _array(values: Any) -> np.ndarray:
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class BlockPattern:
     bits: bytes
 
     @classmethod
-    def of(cls, given: Any) -> BlockPattern:
+    def of(cls, pattern: Any) -> BlockPattern:
         """Pack an array or tensor of booleans. Raise TypeError or ValueError if it is not a square of booleans."""
-        if isinstance(given, BlockPattern):
-            return given
-        array = _array(given)
+        if isinstance(pattern, BlockPattern):
+            return pattern
+        array = _array(pattern)
         if array.dtype != bool:
             raise TypeError(f"blocks has dtype {array.dtype}; pass booleans, True where queries see keys")
         if array.ndim != 2 or array.shape[0] != array.shape[1]:
@@ -71,8 +71,8 @@ class BlockPattern:
         follows = (row[1:] == row[:-1] + 1) & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
         first = np.flatnonzero(np.r_[True, ~follows][: len(row)])
         last = np.r_[first[1:], len(row)][: len(first)] - 1
-        found = np.stack([row[first], row[last] + 1, start[first], stop[first]], axis=1)
-        return found[np.lexsort([found[:, 2], found[:, 0]])]
+        rectangles = np.stack([row[first], row[last] + 1, start[first], stop[first]], axis=1)
+        return rectangles[np.lexsort([rectangles[:, 2], rectangles[:, 0]])]
 
     def __repr__(self) -> str:
         seen, number = self.array().sum(), hashlib.blake2b(self.bits, digest_size=8).hexdigest()
@@ -87,11 +87,11 @@ class TokenGroups:
     runs: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, given: Any) -> TokenGroups:
+    def of(cls, groups: Any) -> TokenGroups:
         """Convert a row of group numbers, one for each token. Raise TypeError or ValueError for anything else."""
-        if isinstance(given, TokenGroups):
-            return given
-        numbers = _array(given)
+        if isinstance(groups, TokenGroups):
+            return groups
+        numbers = _array(groups)
         if numbers.dtype.kind not in "iu" and numbers.size:
             raise TypeError(f"together has dtype {numbers.dtype}; pass integers, the group of each token or -1")
         if numbers.ndim != 1:
@@ -118,15 +118,15 @@ class TokenGroups:
 
     def later_keys(self, borders: np.ndarray) -> np.ndarray:
         """Return the pairs of a document and a group whose key is later than its query, as regions [R, 6]."""
-        found, open_runs = [], dict[tuple[int, int], list[tuple[int, int]]]()
+        rows, open_runs = [], dict[tuple[int, int], list[tuple[int, int]]]()
         for start, stop, group in self.runs:
             inner = np.unique(borders[(borders > start) & (borders < stop)])
             for first, last in pairwise([start, *inner.tolist(), stop]):
                 earlier = open_runs.setdefault((int(np.searchsorted(borders, first, "right")), group), [])
-                found += [(*run, first, last, run[0] - last + 1, run[1] - 1 - first) for run in earlier]
-                found.append((first, last, first, last, first - last + 1, -1))
+                rows += [(*run, first, last, run[0] - last + 1, run[1] - 1 - first) for run in earlier]
+                rows.append((first, last, first, last, first - last + 1, -1))
                 earlier.append((first, last))
-        regions = np.array(found, np.int64).reshape(-1, 6)
+        regions = np.array(rows, np.int64).reshape(-1, 6)
         return regions[regions[:, 4] <= regions[:, 5]]
 
     def __repr__(self) -> str:
@@ -179,8 +179,8 @@ class Mask:
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", self._borders(self.cu_seqlens))
         if (self.blocks is None) != (self.block is None):
-            given, other = ("block", "blocks") if self.blocks is None else ("blocks", "block")
-            raise ValueError(f"{given} needs {other}; pass Mask(blocks=..., block=128), or neither")
+            name, other = ("block", "blocks") if self.blocks is None else ("blocks", "block")
+            raise ValueError(f"{name} needs {other}; pass Mask(blocks=..., block=128), or neither")
         if self.block is not None:
             object.__setattr__(self, "block", _integer("block", self.block))
             if self.block < 1:
@@ -193,11 +193,11 @@ class Mask:
                 raise ValueError(f"together can't be combined with {other}; leave one of them out")
 
     @staticmethod
-    def _borders(given: Any) -> tuple[int, ...]:
+    def _borders(array: Any) -> tuple[int, ...]:
         try:
-            values = list(given.tolist() if hasattr(given, "tolist") else given)
+            values = list(array.tolist() if hasattr(array, "tolist") else array)
         except TypeError:
-            raise TypeError(f"cu_seqlens={given!r} must be a sequence of integers, the borders [0, ..., S]") from None
+            raise TypeError(f"cu_seqlens={array!r} must be a sequence of integers, the borders [0, ..., S]") from None
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)
         if not borders or borders[0] != 0:
             raise ValueError(f"cu_seqlens={_short(borders)} must start with 0, the first document's border")
@@ -305,7 +305,7 @@ class Mask:
 
 def _intersection(regions: np.ndarray, rectangles: np.ndarray) -> np.ndarray:
     """Return what regions [R, 6] share with rectangles [N, 4], both disjoint, as regions."""
-    found, furthest = [np.empty((0, 6), np.int64)], np.maximum.accumulate(rectangles[:, 1])
+    pieces, furthest = [np.empty((0, 6), np.int64)], np.maximum.accumulate(rectangles[:, 1])
     for q_start, q_stop, k_start, k_stop, lo, hi in regions.tolist():
         near = slice(np.searchsorted(furthest, q_start, "right"), np.searchsorted(rectangles[:, 0], q_stop))
         starts = np.maximum(rectangles[near, ::2], (q_start, k_start))
@@ -314,8 +314,8 @@ def _intersection(regions: np.ndarray, rectangles: np.ndarray) -> np.ndarray:
         some = np.stack([starts[:, 0], stops[:, 0], starts[:, 1], stops[:, 1], *band.T], axis=1)
         shared = (starts < stops).all(1)
         shared &= (some[:, 1] - 1 - some[:, 2] >= lo) & (some[:, 0] - some[:, 3] + 1 <= hi)  # the band meets it
-        found.append(some[shared])
-    return np.concatenate(found)
+        pieces.append(some[shared])
+    return np.concatenate(pieces)
 
 
 def _short(borders: tuple[int, ...]) -> str:

@@ -114,7 +114,7 @@ class Route:
         away, later = self._by_distance(key, uses, groups, world), groups.in_flight
         if not self.ring:
             for members in self._by_node(away, key.owner):
-                users = {rank: uses[rank] for _, rank in sorted(members, key=lambda each: (uses[each[1]].last, each))}
+                users = {rank: uses[rank] for _, rank in sorted(members, key=lambda pair: (uses[pair[1]].last, pair))}
                 yield from _through([*users][-1], key, users, later, exact=True, finished=finished)
             return
         first = min((distance for distance, _ in away), default=world)

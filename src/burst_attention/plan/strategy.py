@@ -64,15 +64,15 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.layout != "auto":
             Layout(self.layout, 0, 1)  # raises if the name is unknown
-        for name, value, known in (("route", self.route, ROUTES), ("circulate", self.circulate, CIRCULATIONS)):
-            if value != "auto" and value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of auto, {', '.join(known)}")
+        for name, value, choices in (("route", self.route, ROUTES), ("circulate", self.circulate, CIRCULATIONS)):
+            if value != "auto" and value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of auto, {', '.join(choices)}")
         degree, chunks = self.ulysses_degree, self.chunks
         if degree not in ("auto", "all") and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1, 'all' or 'auto'")
-        for name, given in (("cache_qkv", self.cache_qkv), ("gather_kv", self.gather_kv)):
-            if given != "auto" and not isinstance(given, bool):
-                raise ValueError(f"{name}={given!r} must be True, False or 'auto'")
+        for name, flag in (("cache_qkv", self.cache_qkv), ("gather_kv", self.gather_kv)):
+            if flag != "auto" and not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r} must be True, False or 'auto'")
         if self.gather_kv is True and (self.route, self.circulate, degree) != ("direct", "key-value", 1):
             raise ValueError(
                 f"gather_kv=True needs route='direct', circulate='key-value' and ulysses_degree=1, not "
@@ -90,8 +90,8 @@ class Strategy:
     @property
     def _fixed(self) -> dict[str, Any]:
         """The fields that are not ``auto``."""
-        asked = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in asked.items() if value != "auto"}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value != "auto"}
 
     def over(self, world: int) -> Strategy:
         """Resolve ``all`` for a number of ranks."""
@@ -113,36 +113,36 @@ ALIASES = {"burst-attention": "burst", "ring-attention": "zigzag-ring", "contigu
 _SAYS = {"true": True, "false": False}
 
 
-def strategy_of(given: Any) -> Strategy:
+def strategy_of(strategy: Any) -> Strategy:
     """Return the strategy that a user named or passed. Raise TypeError or ValueError for anything else.
 
-    ``given``: None, a :class:`Strategy`, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or fields with
+    ``strategy``: None, a :class:`Strategy`, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or fields with
     commas, such as ``layout=zigzag,ulysses_degree=4``.
     """
-    if given is None or isinstance(given, Strategy):
-        return Strategy() if given is None else given
-    if not isinstance(given, str):
-        raise TypeError(f"strategy={given!r} must be a Strategy or a name: {', '.join(NAMED)}, usp:U")
-    if "=" in given:
-        return _of_fields(given)
-    name, colon, degree = ALIASES.get(given, given).partition(":")
+    if strategy is None or isinstance(strategy, Strategy):
+        return Strategy() if strategy is None else strategy
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy={strategy!r} must be a Strategy or a name: {', '.join(NAMED)}, usp:U")
+    if "=" in strategy:
+        return _of_fields(strategy)
+    name, colon, degree = ALIASES.get(strategy, strategy).partition(":")
     if name == "usp" and colon and degree.isdecimal() and int(degree):
         return replace(NAMED[name], ulysses_degree=int(degree))
     if colon or name not in NAMED:
         raise ValueError(
-            f"strategy={given!r} is unknown; choose one of {', '.join(NAMED)}, usp:U (such as usp:4), or give fields "
-            "of Strategy, such as layout=zigzag,ulysses_degree=4"
+            f"strategy={strategy!r} is unknown; choose one of {', '.join(NAMED)}, usp:U (such as usp:4), or give "
+            "fields of Strategy, such as layout=zigzag,ulysses_degree=4"
         )
     return NAMED[name]
 
 
-def _of_fields(given: str) -> Strategy:
-    known, said = [each.name for each in fields(Strategy)], dict[str, Any]()
-    for part in given.split(","):
+def _of_fields(text: str) -> Strategy:
+    names, said = [each.name for each in fields(Strategy)], dict[str, Any]()
+    for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
-        if name not in known or name in said:
-            fault = "is given twice" if name in said else f"is unknown; choose from {', '.join(known)}"
-            raise ValueError(f"strategy={given!r}: the field {name!r} {fault}")
+        if name not in names or name in said:
+            fault = "is given twice" if name in said else f"is unknown; choose from {', '.join(names)}"
+            raise ValueError(f"strategy={text!r}: the field {name!r} {fault}")
         said[name] = int(value) if value.isdecimal() else _SAYS.get(value.lower(), value)
     return Strategy(**said)
 

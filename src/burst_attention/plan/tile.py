@@ -120,8 +120,8 @@ def wanted_tiles(
         _intersect(queries.table(_chunks(q_owners, count)), keys.table(_chunks(k_owners, count)), regions)
         for k_owners, q_owners in owners.items()
     ]
-    found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
-    return np.delete(found.T, 2, 0).T
+    tiles = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
+    return np.delete(tiles.T, 2, 0).T
 
 
 def _chunks(owners: Sequence[int], count: int) -> Sequence[int]:

@@ -17,7 +17,7 @@ from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
 from ..plan.strategy import ChunksOrAuto, Strategy
-from .passes import Pass, passes
+from .passes import PassModel, passes
 from .presets import preset
 from .timing import Timed, Wire
 from .traffic import TrafficModel
@@ -90,35 +90,35 @@ def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[],
         return value
 
 
-def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
+def least_regret(predictions: Sequence[Sequence[Prediction]]) -> int:
     """Return the index of the candidate with the smallest worst-case slowdown over several link speeds.
 
-    ``found``: predictions of the same candidates, for each link speed. The slowdown is against the fastest candidate at
-    the same speed. Candidates within :data:`TIE` of the best at every speed are a tie. It goes to the fewest bytes
+    ``predictions``: of the same candidates, for each link speed. The slowdown is against the fastest candidate at the
+    same speed. Candidates within :data:`TIE` of the best at every speed are a tie. It goes to the fewest bytes
     across nodes, then inside of a node, then to the least memory. If several remain, the fewest launches of those
     within :data:`WORTH` win, then the fastest: small launches cost more than the model knows.
     """
-    run = [n for n, one in enumerate(found[0]) if one.forward]
-    worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
+    run = [n for n, one in enumerate(predictions[0]) if one.forward]
+    worst = dict(zip(run, _regrets([[row[n] for n in run] for row in predictions]), strict=True))
     best = min(run, key=worst.__getitem__)
-    tied = [n for n in run if all(each[n].seconds <= TIE * each[best].seconds for each in found)]
-    price = min(_price(found[0][n]) for n in tied)
-    cheapest = [n for n in tied if _price(found[0][n]) == price]
+    tied = [n for n in run if all(row[n].seconds <= TIE * row[best].seconds for row in predictions)]
+    price = min(_price(predictions[0][n]) for n in tied)
+    cheapest = [n for n in tied if _price(predictions[0][n]) == price]
     shortest = min(worst[n] for n in cheapest)
     near = (n for n in cheapest if worst[n] <= WORTH * shortest)
-    return min(near, key=lambda n: (found[0][n].launches, worst[n]))
+    return min(near, key=lambda n: (predictions[0][n].launches, worst[n]))
 
 
-def _price(one: Prediction) -> tuple[float, float, float]:
+def _price(prediction: Prediction) -> tuple[float, float, float]:
     """Return what decides a tie: bytes across nodes and inside of one, and how often a rank holds keys and values."""
-    groups = one.candidate.groups
+    groups = prediction.candidate.groups
     copies = groups.query // groups.key if groups.keep else 1  # each head group caches the key heads that it needs
-    return one.across, one.inside, math.inf if groups.gather else copies
+    return prediction.across, prediction.inside, math.inf if groups.gather else copies
 
 
-def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
+def _regrets(predictions: Sequence[Sequence[Prediction]]) -> list[float]:
     """Return each candidate's worst slowdown against the fastest at the same link speed; seconds if that takes none."""
-    seconds = np.array([[one.seconds for one in each] for each in found])
+    seconds = np.array([[prediction.seconds for prediction in row] for row in predictions])
     shortest = seconds.min(1, keepdims=True)
     worst: list[float] = (seconds / np.where(shortest, shortest, 1.0)).max(0).tolist()
     return worst
@@ -144,12 +144,12 @@ def predict(
     promising are simulated, and then the best of them with every number of chunks.
     """
 
-    def both(n: int) -> list[Pass]:  # made again, because a pass caches large arrays
+    def both(n: int) -> list[PassModel]:  # made again, because a pass caches large arrays
         return passes(traffic, shape, candidates[n].circulate, candidates[n].groups, wires[0], calls=calls)
 
     busy = [[one.computing() for one in both(n)] for n in range(len(candidates))]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
-    found = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
+    predictions = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
 
     @cache
     def simulated(n: int) -> BothPasses:
@@ -161,64 +161,67 @@ def predict(
     def moving(whole: Candidate) -> list[tuple[tuple[int, int], list[float]]]:
         return [one.moving(wires) for one in both(alike.index(whole))]
 
-    _put(found, 0, simulated(0))
+    _put(predictions, 0, simulated(0))
     for n, whole in enumerate(alike):
-        if any(computing[n] <= TIE * each[0].seconds for each in found):
+        if any(computing[n] <= TIE * each[0].seconds for each in predictions):
             moved, seconds = zip(*moving(whole), strict=True)
             inside, across = np.dot(times, moved).tolist()
-            for each, by_pass in zip(found, zip(*seconds, strict=True), strict=True):
+            for row, by_pass in zip(predictions, zip(*seconds, strict=True), strict=True):
                 least = sum(many * max(ends) for many, *ends in zip(times, busy[n], by_pass, strict=True))
-                each[n] = replace(each[n], at_least=least, across=across, inside=inside)
+                row[n] = replace(row[n], at_least=least, across=across, inside=inside)
     # Most candidates need equally long to compute. Of these, the ones that move least come first.
-    order = [*zip(_regrets(found), map(_price, found[0]), strict=True)]
+    order = [*zip(_regrets(predictions), map(_price, predictions[0]), strict=True)]
     promising = sorted(range(1, len(candidates)), key=order.__getitem__)
     if traffic.world <= FEW:
-        _simulate(found, promising, simulated, share)
-        return found
+        _simulate(predictions, promising, simulated, share)
+        return predictions
     firsts = {alike[n]: n for n in reversed(promising)}
-    _simulate(found, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], simulated, share)
-    best = alike[least_regret(found)]
-    rest = [n for n in promising if alike[n] == best and not found[0][n].forward]
-    _simulate(found, rest, simulated, share)
-    return found
+    _simulate(predictions, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], simulated, share)
+    best = alike[least_regret(predictions)]
+    rest = [n for n in promising if alike[n] == best and not predictions[0][n].forward]
+    _simulate(predictions, rest, simulated, share)
+    return predictions
 
 
 def _simulate(
-    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses], share: Share | None
+    predictions: Sequence[list[Prediction]],
+    order: Sequence[int],
+    simulated: Callable[[int], BothPasses],
+    share: Share | None,
 ) -> None:
     """Simulate candidates in this order until no other can win; with ``share``, each rank first every W-th one."""
-    known: dict[int, BothPasses] = {}
+    results: dict[int, BothPasses] = {}
 
     def every(rank: int, world: int) -> list[tuple[int, list[list[dict[str, Any]]]]]:
-        ran = _until_none_wins([[*each] for each in found], order[rank::world], simulated)
+        ran = _until_none_wins([[*each] for each in predictions], order[rank::world], simulated)
         return [(n, [[asdict(one) for one in both] for both in simulated(n)]) for n in ran]
 
     if share is not None and len(order) > 1:
         for ran in share(every):
-            known |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in both] for n, both in ran}
-    _until_none_wins(found, order, lambda n: known[n] if n in known else simulated(n))
+            results |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in both] for n, both in ran}
+    _until_none_wins(predictions, order, lambda n: results[n] if n in results else simulated(n))
 
 
 def _until_none_wins(
-    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses]
+    predictions: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], BothPasses]
 ) -> list[int]:
     """Fill in passes of candidates in this order until bounds show that no other can win. Return these candidates."""
-    prices, left, ran = [_price(one) for one in found[0]], [*order], list[int]()
+    prices, left, ran = [_price(prediction) for prediction in predictions[0]], [*order], list[int]()
     while True:
-        worst, price = _regrets(found), prices[least_regret(found)]
-        best = min(worst[n] for n, one in enumerate(found[0]) if one.forward)
+        worst, price = _regrets(predictions), prices[least_regret(predictions)]
+        best = min(worst[n] for n, prediction in enumerate(predictions[0]) if prediction.forward)
         n = next((n for n in left if worst[n] < best * (TIE if prices[n] < price else 1 / WORTH)), None)
         if n is None:
             return ran
-        _put(found, n, simulated(n))
+        _put(predictions, n, simulated(n))
         left.remove(n)
         ran.append(n)
 
 
-def _put(found: Sequence[list[Prediction]], n: int, both: BothPasses) -> None:
+def _put(predictions: Sequence[list[Prediction]], n: int, both: BothPasses) -> None:
     """Put the passes of the ``n``-th candidate into the predictions of every link speed."""
-    for each, (forward, backward) in zip(found, both, strict=True):
-        each[n] = replace(each[n], forward=forward, backward=backward)
+    for row, (forward, backward) in zip(predictions, both, strict=True):
+        row[n] = replace(row[n], forward=forward, backward=backward)
 
 
 def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | None = None) -> Iterator[Groups]:
@@ -271,23 +274,23 @@ def fixed_circulation(circulate: str, groups: Groups, world: int) -> str | None:
 
 
 def candidates(
-    traffic: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, grad: bool = True
+    traffic: TrafficModel, shape: Shape, splits: Sequence[Groups], circulate: str, *, by_rule: bool, grad: bool = True
 ) -> list[Candidate]:
-    """List the candidates that a strategy leaves open, simplest first; ``given``: the allowed splits of heads.
+    """List the candidates that a strategy leaves open, simplest first; ``splits``: the allowed splits of heads.
 
     ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
     """
-    found, known = list[Candidate](), [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
-    for groups in given:
+    result, circulations = list[Candidate](), [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
+    for groups in splits:
         if fixed := fixed_circulation(circulate, groups, traffic.world):
             names = [fixed]
         elif groups == WHOLE:  # blocks would hold many shards in memory
             first = by_work_and_bytes(traffic, shape, shape.partial, grad=grad)
-            names = [first] if by_rule else [first, *(x for x in known if x not in (first, "blocks"))]
+            names = [first] if by_rule else [first, *(x for x in circulations if x not in (first, "blocks"))]
         else:
-            names = known
-        found += [Candidate(groups, name) for name in names]
-    return found
+            names = circulations
+        result += [Candidate(groups, name) for name in names]
+    return result
 
 
 def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int, *, grad: bool = True) -> str:

@@ -20,9 +20,9 @@ def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
     """Explain how a call of this shape is computed, and why."""
     layout, world = schedule.layout, schedule.layout.world
     keys = f", {layout.seqlen} queries over {sum(schedule.keys.lengths)} keys" if schedule.keys else ""
-    asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}{keys}"]
+    heading = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}{keys}"]
     if world == 1:
-        return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
+        return "\n".join([*heading, "one rank computes everything: nothing is exchanged"])
     chosen = planner.decide(schedule, shape)
     passes = planner.timed(schedule, shape, chosen.circulate, chosen.groups)
     rates, times = planner.rates, planner.times
@@ -36,13 +36,13 @@ def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
         f"rates: {rates.name} ({rates.source}){GUESSED if planner.guessed else ''}",
         _retained(planner, schedule, shape, chosen.groups),
     ]
-    return "\n".join([*asked, *said])
+    return "\n".join([*heading, *said])
 
 
-def _line(name: str, one: Timed) -> str:
+def _line(name: str, run: Timed) -> str:
     return (
-        f"{name}: {one.seconds:.3g} s, {one.exposed:.3g} s exposed; busiest rank: {one.inside / 1e6:,.4g} MB inside of "
-        f"its node, {one.across / 1e6:,.4g} MB across, {one.visits:.0f} visits, about {one.launches:.0f} launches"
+        f"{name}: {run.seconds:.3g} s, {run.exposed:.3g} s exposed; busiest rank: {run.inside / 1e6:,.4g} MB inside of "
+        f"its node, {run.across / 1e6:,.4g} MB across, {run.visits:.0f} visits, about {run.launches:.0f} launches"
     )
 
 
@@ -69,12 +69,12 @@ def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidat
     """Return a line with the predicted seconds of other Ulysses degrees, for one row of a batch, fastest first."""
     if schedule.strategy.ulysses_degree == 1 or not schedule.route.direct:
         return []
-    found = [each for each in planner.predict_for_links(schedule, shape)[0] if each.candidate != chosen]
+    others = [each for each in planner.predict_for_links(schedule, shape)[0] if each.candidate != chosen]
     best: dict[int, Prediction] = {}  # of each Ulysses degree
-    for each in sorted(found, key=lambda each: (each.forward is None, each.seconds)):
-        best.setdefault(each.candidate.groups.query, each)
+    for prediction in sorted(others, key=lambda prediction: (prediction.forward is None, prediction.seconds)):
+        best.setdefault(prediction.candidate.groups.query, prediction)
     ways = [
-        f"{each.candidate}: {'' if each.forward else 'at least '}{each.seconds:.3g} s"
-        for each in sorted(best.values(), key=lambda each: each.seconds)[:SHOWN]
+        f"{prediction.candidate}: {'' if prediction.forward else 'at least '}{prediction.seconds:.3g} s"
+        for prediction in sorted(best.values(), key=lambda prediction: prediction.seconds)[:SHOWN]
     ]
     return [f"alternatives, for one row of a batch: {'; '.join(ways)}"] if ways else []

@@ -28,7 +28,7 @@ Estimate = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # launches, vi
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pass(PassSpec):
+class PassModel(PassSpec):
     """One pass over direct routes, and what it costs.
 
     Axes: N pairs of shards or of their chunks, C chunks of all shards, G head groups (or a sample of the U head
@@ -255,18 +255,18 @@ class Pass(PassSpec):
         runs, many = {side: self._runs(side) for side in Side}, self.contexts * chunks
         stretch = self._stretch(np.arange(self.traffic.parts))
         rows = {side: np.bincount(stretch, self.traffic.lengths[side]) for side in Side}
-        one = _first((self._visit * many + query) * many + key)  # count each pair of stretches once
-        inside, beyond = one * (query == key), one * (query != key)
+        first = _first((self._visit * many + query) * many + key)  # count each pair of stretches once
+        inside, beyond = first * (query == key), first * (query != key)
         slices = (self._visit * many + query // chunks) * many + key // chunks
         which = np.unique(slices, return_inverse=True)[1].reshape(slices.shape)
-        by_query, by_key = (beyond * _first(np.where(beyond, which * many + each, -1)) for each in (query, key))
-        counts = [np.bincount(which.ravel(), each.ravel()) for each in (by_query, by_key)]
+        by_query, by_key = (beyond * _first(np.where(beyond, which * many + x, -1)) for x in (query, key))
+        counts = [np.bincount(which.ravel(), x.ravel()) for x in (by_query, by_key)]
         queries_alone = (counts[0] <= counts[1])[which]
         tiles = np.where(queries_alone, by_query, by_key)
         launches = by_step((inside + tiles) * np.maximum(runs[Side.QUERY][query], runs[Side.KEY][key]))
         met = np.where(queries_alone, by_query, beyond), np.where(queries_alone, beyond, by_key)
         queries, keys = (
-            by_step((inside + each) * rows[side][at]) for side, each, at in zip(Side, met, (query, key), strict=True)
+            by_step((inside + x) * rows[side][at]) for side, x, at in zip(Side, met, (query, key), strict=True)
         )
         return launches + by_step(pairs.tiles - 1), visits, queries, keys
 
@@ -317,19 +317,19 @@ class Pass(PassSpec):
 
 def _first(codes: np.ndarray) -> np.ndarray:
     """Return 1 where a value occurs for the first time, else 0."""
-    found = np.zeros(codes.shape)
-    found.flat[np.unique(codes, return_index=True)[1]] = 1
-    return found
+    flags = np.zeros(codes.shape)
+    flags.flat[np.unique(codes, return_index=True)[1]] = 1
+    return flags
 
 
 def passes(
     traffic: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
-) -> list[Pass]:
+) -> list[PassModel]:
     """Return a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
 
-    def one(direction: Direction) -> Pass:
+    def pass_of(direction: Direction) -> PassModel:
         cube, route = circulating(circulate, direction, groups, traffic.world), ROUTES["direct"]
         spread = traffic.layout, traffic.regions, cube, groups, route, direction, traffic.keys
-        return Pass(*spread, whole=traffic, shape=shape, wire=wire, calls=calls)
+        return PassModel(*spread, whole=traffic, shape=shape, wire=wire, calls=calls)
 
-    return [one(direction) for direction in Direction]
+    return [pass_of(direction) for direction in Direction]

@@ -37,7 +37,7 @@ from .choice import (
     predict,
     remembered,
 )
-from .passes import Pass, passes
+from .passes import PassModel, passes
 from .presets import preset
 from .rates import Rates
 from .standing import (
@@ -70,7 +70,7 @@ class Planner:
 
     rates: Rates = field(default_factory=partial(preset, "cpu"))
     nodes: tuple[int, ...] | None = None  # of each rank; None if all share one
-    known: Shape | None = None  # of the expected calls; the planner chooses an open layout for them
+    call_shape: Shape | None = None  # of the expected calls; the planner chooses an open layout for them
     guessed: bool = False  # the link rates are a preset's
     remat: Remat = "none"  # which part of a layer the backward recomputes
     calls: int = 1  # chunks of heads of a layer: calls in a row, which overlap and cache nothing
@@ -118,9 +118,9 @@ class Planner:
             layout = layout.cut_for(mask, seqlen)
         over = ROUTES["direct" if route == "auto" else route]
         over = replace(over, nodes=nodes or ()) if over.by_nodes else over
-        given = Schedule(layout, mask, over, rank, strategy, keys=keys)
-        direct = self._laid_out(given, alike=False, share=share)
-        degree = given.strategy.ulysses_degree
+        schedule = Schedule(layout, mask, over, rank, strategy, keys=keys)
+        direct = self._laid_out(schedule, alike=False, share=share)
+        degree = schedule.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
         if keys is not None or strategy.chunks not in (0, "auto"):  # routes that forward shards send them one by one
@@ -129,10 +129,10 @@ class Planner:
         if degree == 1:
             straight, once = _rows_leaving(direct, nodes)
             return by_nodes if once < straight else direct
-        known = self.known
-        if known is None or world > MOST_BY_EDGES:
+        shape = self.call_shape
+        if shape is None or world > MOST_BY_EDGES:
             return direct
-        return min((direct, by_nodes), key=lambda schedule: self.predicted(schedule, known))
+        return min((direct, by_nodes), key=lambda schedule: self.predicted(schedule, shape))
 
     def with_mask(self, schedule: Schedule, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """Return the same schedule under another mask. The last few are cached with their programs.
@@ -154,8 +154,8 @@ class Planner:
 
         ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
         """
-        known, strategy = self.known, schedule.strategy
-        if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
+        shape, strategy = self.call_shape, schedule.strategy
+        if strategy.layout != "auto" or shape is None or schedule.layout.world == 1 or not schedule.route.direct:
             return schedule
         documents, keys = schedule.mask.cu_seqlens, schedule.keys
         names = (*LAYOUTS_TRIED, BALANCED) if documents is not None and keys is None else LAYOUTS_TRIED
@@ -165,12 +165,12 @@ class Planner:
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER and keys is None
-        given = {BALANCED: [*cuts(layouts[0], known, strategy)]} if even else {}
-        found = [
-            self.predict_for_links(each, known, given.get(each.layout.name), alike=alike, share=share) for each in tried
+        ways = {BALANCED: [*cuts(layouts[0], shape, strategy)]} if even else {}
+        predictions = [
+            self.predict_for_links(case, shape, ways.get(case.layout.name), alike=alike, share=share) for case in tried
         ]
-        chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
-        return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
+        chosen = least_regret([[one for each in on for one in each] for on in zip(*predictions, strict=True)])
+        return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in predictions]), chosen, side="right"))]
 
     # Calls
 
@@ -194,10 +194,10 @@ class Planner:
     def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
         """Choose the chunks of a call that :meth:`choose_groups` split, whether it gathers, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
-            found = self.choose_call(schedule, shape).candidate
-            found = found._replace(groups=replace(found.groups, results=groups.results))
-            if replace(found.groups, chunks=groups.chunks, gather=groups.gather) == groups:
-                return found
+            candidate = self.choose_call(schedule, shape).candidate
+            candidate = candidate._replace(groups=replace(candidate.groups, results=groups.results))
+            if replace(candidate.groups, chunks=groups.chunks, gather=groups.gather) == groups:
+                return candidate
         groups = replace(groups, gather=schedule.strategy.gather_kv is True)
         ways = [*chunkings(schedule.layout, groups, self._open(schedule).chunks)]
         if len(ways) > 1:
@@ -214,10 +214,10 @@ class Planner:
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)
         return self.choose_call(schedule, shape, [groups]).candidate.circulate
 
-    def choose_call(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> Prediction:
+    def choose_call(self, schedule: Schedule, shape: Shape, splits: Sequence[Groups] | None = None) -> Prediction:
         """Return the fastest candidate over direct routes, for one row of a batch: a compiler may not know its size."""
-        found = self.predict_for_links(schedule, shape, given)
-        return found[0][least_regret(found)]
+        predictions = self.predict_for_links(schedule, shape, splits)
+        return predictions[0][least_regret(predictions)]
 
     # Predictions
 
@@ -246,8 +246,8 @@ class Planner:
         """Simulate all ranks in a forward and a backward on any route."""
         direct = schedule.route.direct
         return [
-            one.run(None if direct else edge_messages(schedule.work(circulate, one.direction, groups), shape))
-            for one in self.passes(schedule, shape, circulate, groups)
+            cost.run(None if direct else edge_messages(schedule.work(circulate, cost.direction, groups), shape))
+            for cost in self.passes(schedule, shape, circulate, groups)
         ]
 
     def _over(self, schedule: Schedule, ranks: int) -> tuple[Planner, Schedule]:
@@ -259,7 +259,7 @@ class Planner:
         other = replace(schedule, layout=layout, mask=mask, route=route, rank=0, strategy=strategy)
         return replace(self, nodes=nodes), other
 
-    def passes(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Pass]:
+    def passes(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassModel]:
         """Return a forward and a backward over direct routes."""
         wire, *_ = self.wires(schedule.layout.world)
         return passes(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
@@ -268,22 +268,22 @@ class Planner:
         self,
         schedule: Schedule,
         shape: Shape,
-        given: Sequence[Groups] | None = None,
+        splits: Sequence[Groups] | None = None,
         *,
         alike: bool = True,
         share: Share | None = None,
     ) -> list[list[Prediction]]:
-        """Predict all candidates, the simplest first, for each of :meth:`wires`; ``given``: the splits of heads to try.
+        """Predict all candidates, the simplest first, for each of :meth:`wires`; ``splits``: of heads, to try.
 
         ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
         ranks call this together, and divide the simulations among them.
         """
         shape = replace(shape, batch=1)
 
-        def found() -> list[list[Prediction]]:
+        def predictions() -> list[list[Prediction]]:
             planner, strategy, keys = self, schedule.strategy, schedule.keys
             layout, mask, world = schedule.layout, schedule.mask, schedule.layout.world
-            ways = [*cuts(layout, shape, self._open(schedule), keys=keys)] if given is None else given
+            ways = [*cuts(layout, shape, self._open(schedule), keys=keys)] if splits is None else splits
             if keys is None and world > MOST_ON_PAPER:  # no shorter sequence represents two layouts
                 ranks, ways = stand_in(ways, world)
                 planner, smaller = self._over(schedule, ranks)
@@ -303,17 +303,17 @@ class Planner:
 
         # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
         kept: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
-        return remembered(kept, (shape, None if given is None else tuple(given), alike), found)
+        return remembered(kept, (shape, None if splits is None else tuple(splits), alike), predictions)
 
     def _open(self, schedule: Schedule) -> Strategy:
         """Return what a schedule leaves open. Chunks of heads are a pipeline already, and cache nothing."""
-        asked = schedule.strategy if schedule.route.direct else replace(schedule.strategy, chunks=0)
+        strategy = schedule.strategy if schedule.route.direct else replace(schedule.strategy, chunks=0)
         if schedule.keys is not None:  # the cache has equally many rows of queries and keys
-            asked = replace(asked, cache_qkv=False)
+            strategy = replace(strategy, cache_qkv=False)
         if self.calls == 1:
-            return asked
-        cache = False if asked.cache_qkv == "auto" else asked.cache_qkv
-        return replace(asked, cache_qkv=cache, chunks=1 if asked.chunks == "auto" else asked.chunks)
+            return strategy
+        cache = False if strategy.cache_qkv == "auto" else strategy.cache_qkv
+        return replace(strategy, cache_qkv=cache, chunks=1 if strategy.chunks == "auto" else strategy.chunks)
 
 
 def traffic_model_of(schedule: Schedule) -> TrafficModel:
@@ -327,8 +327,8 @@ def traffic_model_of(schedule: Schedule) -> TrafficModel:
 def _representative_of(schedule: Schedule) -> tuple[Layout, Mask]:
     if "representative" not in schedule.memo:
         schedule.memo["representative"] = representative(schedule.layout, schedule.mask)
-    found: tuple[Layout, Mask] = schedule.memo["representative"]
-    return found
+    pair: tuple[Layout, Mask] = schedule.memo["representative"]
+    return pair
 
 
 def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:

@@ -80,8 +80,8 @@ class Rates:
 
     def as_dict(self, *, most: int | None = None) -> dict[str, Any]:
         """Return a dict of plain values for :meth:`from_dict`; ``most``: the longest text, in characters."""
-        found = asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
-        return {name: value for name, value in found.items() if value is not None}
+        values = asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
@@ -111,34 +111,34 @@ def _checked(values: Any, kind: Any, what: str, prefix: str = "") -> dict[str, A
     for fault, odd in (("is missing", {*kinds} - {*values}), ("is unknown", {*values} - {*kinds})):
         if odd:
             raise ValueError(f"{min(odd)} {fault} in {what}; the names are {', '.join(sorted(kinds))}")
-    found = dict(values)
-    for key, each in kinds.items():
+    result = dict(values)
+    for key, field_type in kinds.items():
         value, shown = values[key], f"{prefix}{key}={values[key]!r:.{MOST_SHOWN}}"
         if key == "measured_on":
-            found[key] = value if value is None else MeasuredOn(**_checked(value, MeasuredOn, f"[{key}]", f"{key}."))
-        elif is_dataclass(each):
-            found[key] = each(**_checked(value, each, f"[{key}]", f"{key}."))  # type: ignore[operator]
-        elif each is bool:
+            result[key] = value if value is None else MeasuredOn(**_checked(value, MeasuredOn, f"[{key}]", f"{key}."))
+        elif is_dataclass(field_type):
+            result[key] = field_type(**_checked(value, field_type, f"[{key}]", f"{key}."))  # type: ignore[operator]
+        elif field_type is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{shown} must be true or false")
-        elif each is str:
+        elif field_type is str:
             if not isinstance(value, str):
                 raise ValueError(f"{shown} must be a text")
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError(f"{shown} has a lone surrogate, which UTF-8 can't hold")
         else:
-            (least, most), whole = _RANGES[key], each is int
+            (least, most), whole = _RANGES[key], field_type is int
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not number or not least <= value <= most:
                 raise ValueError(f"{shown} must be a {'whole ' * whole}number from {least:g} to {most:g}")
-            found[key] = each(value)
-    return found
+            result[key] = field_type(value)
+    return result
 
 
 def user_file() -> Path:
     """Return the file that ``burst calibrate`` writes and that plans read."""
-    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".config") / "burst-attention" / "rates.toml"
+    folder = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (folder if folder.is_absolute() else Path.home() / ".config") / "burst-attention" / "rates.toml"
 
 
 def measured_file(name: str) -> Path:

@@ -57,7 +57,7 @@ def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
     """
     longest = np.sort(lengths)[::-1]
     until, total = np.cumsum(longest), float(longest.sum())
-    found, start, quarter = list[tuple[int, int]](), 0, 0
+    kinds, start, quarter = list[tuple[int, int]](), 0, 0
     for share, step in KINDS:
         stop = min(len(longest), int(np.searchsorted(until, share * total * (1 - 1e-9))) + 1)
         part = round(PARTS * until[stop - 1] / total) - quarter if stop > start else 0
@@ -65,24 +65,24 @@ def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
             continue
         those = longest[start:stop]
         octave = round(log2(total * float(those.sum()) / float((those**2).sum())))
-        before = found[-1][1] if found else 0
+        before = kinds[-1][1] if kinds else 0
         octave = before + step * round(max(0, octave - before) / step)
-        if found and octave == before:
-            found[-1] = found[-1][0] + part, octave
+        if kinds and octave == before:
+            kinds[-1] = kinds[-1][0] + part, octave
         else:
-            found.append((part, octave))
+            kinds.append((part, octave))
         start, quarter = stop, quarter + part
-    return found
+    return kinds
 
 
-def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
+def stand_in(splits: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
     """Return how many ranks represent ``world``, and the splits with two sequence groups there, or the first."""
     ranks, shown = 1, set[int]()
-    for count in sorted({groups.query for groups in given}):
+    for count in sorted({groups.query for groups in splits}):
         more = lcm(ranks, count if count == world else 2 * count)
         if more <= MOST_STANDING or not shown:
             ranks, shown = more, shown | {count}
-    return ranks * max(1, STANDING // ranks), [groups for groups in given if groups.query in shown]
+    return ranks * max(1, STANDING // ranks), [groups for groups in splits if groups.query in shown]
 
 
 def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
@@ -129,8 +129,8 @@ def extrapolated(
     simulate: Callable[[int], Sequence[Timed]], worlds: Sequence[int], groups: Groups, circulate: str
 ) -> list[Timed]:
     """Simulate a forward and a backward on the first two of three numbers of ranks; extrapolate them to the last."""
-    slices, found = [ranks // groups.query for ranks in worlds], map(simulate, worlds[:2])
-    return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+    slices, pairs = [ranks // groups.query for ranks in worlds], map(simulate, worlds[:2])
+    return [extended(few, many, slices, circulate) for few, many in zip(*pairs, strict=True)]
 
 
 def extended(few: Timed, many: Timed, slices: Sequence[int], circulate: str) -> Timed:

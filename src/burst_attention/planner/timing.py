@@ -38,8 +38,8 @@ class Wire:
     def ports(self) -> np.ndarray:
         """Port by which each rank sends inside of its node, and across nodes, int64 [2, W]."""
         world, links = len(self.nodes), (self.rates.inside, self.rates.across)
-        each = [self.nodes if link.shared else np.arange(world) for link in links]
-        return np.stack([n * world + ports for n, ports in enumerate(each)])
+        owners = [self.nodes if link.shared else np.arange(world) for link in links]
+        return np.stack([n * world + ports for n, ports in enumerate(owners)])
 
     def across(self, messages: Messages) -> np.ndarray:
         """Return 1 for messages between two nodes and 0 for others, int64 [N]."""
@@ -169,18 +169,18 @@ def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray
     if not 0 < at_once < len(begin):
         return begin + seconds
     end, computing = begin.copy(), list[tuple[float, int]]()
-    now = given = 0.0  # the time, and the core seconds until then of a rank that always computes
+    now = served = 0.0  # the time, and the core seconds until then of a rank that always computes
     for rank in [*np.argsort(begin, kind="stable").tolist(), None]:
         until = float("inf") if rank is None else float(begin[rank])
         while computing:
             pace = min(1.0, at_once / len(computing))
-            done = now + (computing[0][0] - given) / pace
+            done = now + (computing[0][0] - served) / pace
             if done > until:
-                given += (until - now) * pace
+                served += (until - now) * pace
                 break
-            now, given = done, computing[0][0]
+            now, served = done, computing[0][0]
             end[heapq.heappop(computing)[1]] = done
         now = until
         if rank is not None:
-            heapq.heappush(computing, (given + float(seconds[rank]), rank))
+            heapq.heappush(computing, (served + float(seconds[rank]), rank))
     return end

@@ -54,8 +54,8 @@ class RunExchange:
             self.runs = runs_of(layout, plan.mask.cu_seqlens if past is None else None, plan.rank)
         self.own = [self.runs.every[n] for n in self.runs.own]
         if past is not None:
-            known = past.columns is not None or past.state is not None
-            self.own = [replace(run, start=run.start - known, stop=run.stop + 1) for run in self.own]
+            continues = past.columns is not None or past.state is not None
+            self.own = [replace(run, start=run.start - continues, stop=run.stop + 1) for run in self.own]
         self._plan, self._past, self._start = plan, past, layout.start
 
     def before(self, x: Tensor, width: int) -> Tensor:
@@ -65,8 +65,8 @@ class RunExchange:
         call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
         with call.failing():
             borders = self.runs.borders(width)
-            found: Tensor = _Before.apply(x.index_select(0, _at(borders.rows, x)), len(self.own) * width, borders, call)
-            before = found.unflatten(0, (len(self.own), width))
+            rows: Tensor = _Before.apply(x.index_select(0, _at(borders.rows, x)), len(self.own) * width, borders, call)
+            before = rows.unflatten(0, (len(self.own), width))
             if self._past is not None:
                 self._past.columns = self._last_columns(x, before, self._past.columns)
         return before
@@ -91,20 +91,20 @@ class RunExchange:
         runs, past = self.runs, self._past
         going_on = (n for n, run in zip(runs.own, self.own, strict=True) if not run.ends)
         exact = [(factor.to(zero.dtype), state.to(zero.dtype)) for factor, state in pairs]
-        given = dict(zip(going_on, exact, strict=True))
-        after = {n: state for n, (_, state) in given.items()}
+        scans = dict(zip(going_on, exact, strict=True))
+        after = {n: state for n, (_, state) in scans.items()}
         if past is not None and past.state is not None:
             zero = past.state.to(zero.dtype)
-            after |= {0: scan.joined(given[0], (None, zero))[1]} if 0 in given else {}
-        factors = (given[n][0] for n in runs.inner)
+            after |= {0: scan.joined(scans[0], (None, zero))[1]} if 0 in scans else {}
+        factors = (scans[n][0] for n in runs.inner)
         *states, anchor = _States.apply(zero, scan, *(after[n] for n in runs.givers), *factors)
         # Zero, but connected to the scan: its backward exchanges messages, so every rank must run it.
-        origin, found = zero + anchor.sum(), dict(zip(runs.takers, states, strict=True))
+        origin, states_of = zero + anchor.sum(), dict(zip(runs.takers, states, strict=True))
         if past is not None:
             last = len(runs.every) - 1
-            whole = scan.joined(given[last], (None, found.get(last, origin)))[1] if last in given else zero
+            whole = scan.joined(scans[last], (None, states_of.get(last, origin)))[1] if last in scans else zero
             past.state = self._from_last(whole, "the state behind the last token")
-        return [found.get(n, origin) for n in runs.own]
+        return [states_of.get(n, origin) for n in runs.own]
 
     def _last_columns(self, x: Tensor, before: Tensor, earlier: Tensor | None) -> Tensor:
         """Fill in the earlier tokens before the first runs; return the last of all, [B, C, width + 1]."""
@@ -127,9 +127,9 @@ class RunExchange:
             sends = [Send(peer, x) for peer in range(transport.world) if peer != owner]
             transport.wait(transport.post(sends, [], label=name))
             return x
-        found = torch.empty_like(x, memory_format=torch.contiguous_format)
-        transport.wait(transport.post([], [Receive(owner, found)], label=name))
-        return found
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        transport.wait(transport.post([], [Receive(owner, out)], label=name))
+        return out
 
     def _agreed(self, name: str, x: Tensor, fields: Mapping[str, Any]) -> _Exchange:
         plan = self._plan
@@ -266,7 +266,7 @@ class _Before(torch.autograd.Function):
         """Send each rank the tokens that it needs."""
         ctx.borders, ctx.call = borders, call
         out = x.new_zeros(places, *x.shape[1:])
-        leaving = [x.index_select(0, _at(rows, x)) for rows in borders.given]
+        leaving = [x.index_select(0, _at(rows, x)) for rows in borders.sends]
         for at, part in zip(borders.places, _all_to_all(leaving, borders.places, call, "forward"), strict=True):
             out.index_copy_(0, _at(at, out), part)
         return out
@@ -279,7 +279,7 @@ class _Before(torch.autograd.Function):
         with call.failing():
             leaving = [grad.index_select(0, _at(at, grad)) for at in borders.places]
             total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
-            for rows, part in zip(borders.given, _all_to_all(leaving, borders.given, call, "backward"), strict=True):
+            for rows, part in zip(borders.sends, _all_to_all(leaving, borders.sends, call, "backward"), strict=True):
                 total.index_add_(0, _at(rows, grad), part.to(total.dtype))
         return total.to(grad.dtype), None, None, None
 

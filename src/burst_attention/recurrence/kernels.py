@@ -101,7 +101,7 @@ def mamba2(
     M = exp(A Σ Δ) over the run, and token t reads exp(A Σ Δ) C_t S, with the sum up to t.
     hidden_states [B, S_local, H, P]; dt [B, S_local, H]; A [H]; B, C [B, S_local, G, N].
     """
-    asked = options.get("return_final_states", False)
+    wants_state = options.get("return_final_states", False)
     if options.get("z") is not None:
         raise ValueError("z: a gate inside of mamba2_chunk_scan is not supported over ranks; apply it afterwards")
     options = _plain(options, "initial_states", "return_final_states", "z")
@@ -128,7 +128,7 @@ def mamba2(
                 read = torch.einsum("bthn,bhpn->bthp", c, before) * logs[:, run.local].cumsum(1).exp()[..., None]
             outs[n] = (outs[n] + read).to(outs[n].dtype)
     out = torch.cat(outs, 1)
-    return (out, None) if asked else out
+    return (out, None) if wants_state else out
 
 
 def mamba1(
@@ -146,7 +146,7 @@ def mamba1(
     M = exp(A Σ Δ) over the run, and token t reads exp(A Σ Δ) S against C_t, with the sum up to t.
     hidden_states, dt [B, D, S_local]; A [D, N]; B, C [B, N, S_local].
     """
-    asked, gate = options.get("return_last_state", False), options.get("z")
+    wants_state, gate = options.get("return_last_state", False), options.get("z")
     options = _plain(options, "return_last_state", "z")  # the gate multiplies the whole output, so it comes last
     batch, wide, _ = hidden_states.shape
     exact = accumulation_dtype(hidden_states.dtype)
@@ -173,7 +173,7 @@ def mamba1(
             outs[n] = (outs[n] + read).to(outs[n].dtype)
     out = torch.cat(outs, -1)
     out = out if gate is None else out * F.silu(gate)
-    return (out, None) if asked else out
+    return (out, None) if wants_state else out
 
 
 def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, rates: Tensor, *, block: int) -> Tensor:
@@ -229,9 +229,9 @@ def _plain(options: dict[str, Any], *taken: str) -> dict[str, Any]:
 
 def _zero(inputs: tuple[Tensor | None, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a zero state that requires a gradient if any input does, as states after a run do."""
-    given = [x for x in inputs if x is not None]
-    nothing = sum(x.flatten()[:0].sum().to(dtype) for x in given)
-    return given[0].new_zeros(shape, dtype=dtype) + nothing
+    tensors = [x for x in inputs if x is not None]
+    nothing = sum(x.flatten()[:0].sum().to(dtype) for x in tensors)
+    return tensors[0].new_zeros(shape, dtype=dtype) + nothing
 
 
 def _after(out: Tensor, state: Tensor) -> Tensor:

@@ -55,12 +55,12 @@ Rounds = tuple[tuple[Hop, ...], ...]
 class Borders(NamedTuple):
     """Which tokens a convolution needs of other runs, as one rank sees it.
 
-    ``rows``: the local tokens that this rank gives. For each rank, ``given``: which of them it gets; ``places``: where
+    ``rows``: the local tokens that this rank gives. For each rank, ``sends``: which of them it gets; ``places``: where
     its tokens go in [own runs x width]; places that stay free are zero.
     """
 
     rows: list[int]
-    given: list[list[int]]
+    sends: list[list[int]]
     places: list[list[int]]
 
 
@@ -128,7 +128,7 @@ class Runs:
     def borders(self, width: int) -> Borders:
         """Return what a convolution needs that reads the ``width`` tokens before each token."""
         rows: dict[int, int] = {}
-        given: list[list[int]] = [[] for _ in range(self.world)]
+        sends: list[list[int]] = [[] for _ in range(self.world)]
         places: list[list[int]] = [[] for _ in range(self.world)]
         slots = {run: number * width for number, run in enumerate(self.own)}
         for chain in self.chains:
@@ -139,10 +139,10 @@ class Runs:
                     source = self.every[giver]
                     if source.owner == self.rank:
                         local = source.offset + token - source.first
-                        given[to.owner].append(rows.setdefault(local, len(rows)))
+                        sends[to.owner].append(rows.setdefault(local, len(rows)))
                     if to.owner == self.rank:
                         places[source.owner].append(slots[at] + width - (to.first - token))
-        return Borders(list(rows), given, places)
+        return Borders(list(rows), sends, places)
 
     def state_bytes(self, factor: int, state: int, *, backward: bool = False) -> tuple[int, int]:
         """Return the (sent, received) bytes of an exchange of states, or its backward."""
@@ -157,10 +157,10 @@ class Runs:
 
     def border_bytes(self, width: int, token: int) -> tuple[int, int]:
         """Return the (sent, received) bytes for a convolution; its backward swaps them. ``token``: a token's bytes."""
-        found = self.borders(width)
+        borders = self.borders(width)
         sent, received = (
             sum(len(each) for rank, each in enumerate(lists) if rank != self.rank)
-            for lists in (found.given, found.places)
+            for lists in (borders.sends, borders.places)
         )
         return sent * token, received * token
 

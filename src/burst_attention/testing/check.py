@@ -153,12 +153,12 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
         out.backward(dout)
         with torch.no_grad():
             _, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
-    found = Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    result = Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
     if sinks is None or sinks.grad is None:
-        return found
+        return result
     parts = plan.agreement.collect("gradients of sinks", sinks.grad.tolist())  # each rank has a part of the sum
     whole = torch.tensor(parts, dtype=torch.float64).sum(0)
-    return replace(found, dsinks=whole.to(sinks))
+    return replace(result, dsinks=whole.to(sinks))
 
 
 def _shard(plan: Plan, name: str, x: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def attend(
     query_offset: int = 0,
 ) -> Gradients:
     """Compute dense attention in fp64, with gradients if ``dout`` or ``dlse`` is given."""
-    given = (q, k, v) if sinks is None else (q, k, v, sinks)
-    q, k, v, *rest = leaves = tuple(x.detach().double().requires_grad_() for x in given)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    q, k, v, *rest = leaves = tuple(x.detach().double().requires_grad_() for x in inputs)
     sinks = rest[0] if rest else None
     out, lse = dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, query_offset=query_offset)
     return _with_gradients(leaves, out, lse, dout, dlse)

@@ -53,15 +53,15 @@ class Best:
 
 def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
     """Return the checkpoint up to ``step`` with the lowest held-out loss (the earliest of equals), if there is one."""
-    found = []
+    bests = []
     for folder in list_checkpoints(out):
         try:
             held_out = read_state(folder).losses.held_out
         except ValueError:  # damaged; loading it reports the error
             continue
         if held_out is not None and math.isfinite(held_out) and (step is None or step_of(folder) <= step):
-            found.append(Best(step_of(folder), held_out))
-    return min(found, key=lambda best: (best.loss, best.step), default=None)
+            bests.append(Best(step_of(folder), held_out))
+    return min(bests, key=lambda best: (best.loss, best.step), default=None)
 
 
 def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
@@ -73,8 +73,8 @@ def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
         except DamagedError as error:
             wrong.append(str(error))
             continue
-        for each in wrong:
-            tell(f"{each}; trying the checkpoint before it")
+        for fault in wrong:
+            tell(f"{fault}; trying the checkpoint before it")
         return folder
     raise none_whole(out, wrong)
 

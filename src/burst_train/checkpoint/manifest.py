@@ -144,10 +144,10 @@ def _compare(folder: Path, name: str, entry: FileEntry, entries: Mapping[str, Fi
     if path.is_symlink() or not path.is_file():
         return f"{name} is missing" if not path.exists() else f"{name} is not a file"
     size = path.stat().st_size
-    if size == entry.bytes and (found := fingerprint(path).sha256) == entry.sha256:
+    if size == entry.bytes and (digest := fingerprint(path).sha256) == entry.sha256:
         return ""
     if size != entry.bytes:
         how = "truncated" if size < entry.bytes else "too long"
         return f"{name} is {how}: {size:,} bytes, not {entry.bytes:,}"
-    other = next((each for each, its in entries.items() if its.sha256 == found), None)
+    other = next((each for each, its in entries.items() if its.sha256 == digest), None)
     return f"{name} has the content of {other}" if other else f"{name} is damaged: its SHA-256 is wrong"

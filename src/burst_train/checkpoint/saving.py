@@ -23,7 +23,7 @@ from ..run.metrics import NEWEST, goes_on_in
 from . import files
 from .files import Best, best_checkpoint
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
-from .snapshot import MOMENTS, WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
+from .snapshot import MOMENTS, WAITING, TrainingState, check_same_run, put_moments, restore, state_of, tensors_of
 from .state import State, read_generators
 from .writer import CheckpointWriter, all_or_raise, seconds_to_write
 
@@ -33,7 +33,7 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingState,
         requests: StopRequests,
         tell: Callable[[str], None],
         *,
@@ -63,16 +63,16 @@ class Saver:
         # Time to reserve before the deadline: a slow step, a slow save, and the save being written.
         save = self._longest_save or self._expected_save
         reserve = 1.5 * self._longest_step + (3 if draft else 2) * save + 1
-        numbers = self.requests.asked(reserve), self._is_due(), draft is not None and draft.is_being_written
-        asked, due, writing = run.context.greatest(*map(int, numbers))
-        stopping = bool(asked) and run.step < run.config.run.steps
+        numbers = self.requests.pending(reserve), self._is_due(), draft is not None and draft.is_being_written
+        stop, due, writing = run.context.greatest(*map(int, numbers))
+        stopping = bool(stop) and run.step < run.config.run.steps
         if stopping:
             self.requests.end_at_once()
         if draft is not None and (stopping or due or not writing):
             self._tell_of_waiting(draft, bool(writing and not stopping))
             self._seal()
         if stopping:
-            raise InterruptedRunError(reason_of(asked), run.step, self.save())
+            raise InterruptedRunError(reason_of(stop), run.step, self.save())
         if due:
             self._begin()
             if self._draft is not None:
@@ -139,18 +139,18 @@ class Saver:
         finally:
             self._longest_save = max(self._longest_save, self._copying + draft.seconds)
         self._saved.append(draft.step)
-        found = None
+        best = None
         if self._is_first:
-            found = best_checkpoint(self._out, draft.step)
-            self._remove_superfluous(draft.step, found)
-        self.best = self.run.context.collect(found)[0]
+            best = best_checkpoint(self._out, draft.step)
+            self._remove_superfluous(draft.step, best)
+        self.best = self.run.context.collect(best)[0]
         return folder
 
     def _remove_superfluous(self, step: int, best: Best | None) -> None:
         """Remove all but the newest ``--keep`` up to ``step`` and the best; later ones are of an abandoned branch."""
-        found = list_checkpoints(self._out)
-        kept = [folder for folder in found if step_of(folder) <= step][: self.run.config.run.keep]
-        for folder in found:
+        folders = list_checkpoints(self._out)
+        kept = [folder for folder in folders if step_of(folder) <= step][: self.run.config.run.keep]
+        for folder in folders:
             if folder not in kept and (best is None or step_of(folder) != best.step):
                 discard(folder)
 
@@ -189,11 +189,11 @@ class Resumed:
 
 def resumable(config: TrainConfig, context: RankContext, tell: Callable[[str], None]) -> Resumed | None:
     """Return the checkpoint that ``--resume`` of rank 0 names; on every rank; ValueError if it can't be used."""
-    asked = context.collect(config.run.resume)[0]
-    if not asked:
+    source = context.collect(config.run.resume)[0]
+    if not source:
         return None
     try:
-        folder = all_or_raise(context, lambda: _find(config, asked, tell) if context.rank == 0 else Path())[0]
+        folder = all_or_raise(context, lambda: _find(config, source, tell) if context.rank == 0 else Path())[0]
         state = all_or_raise(context, lambda: _read(config, folder))[context.rank]
     except SaveError as error:
         raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
@@ -202,7 +202,7 @@ def resumable(config: TrainConfig, context: RankContext, tell: Callable[[str], N
     return Resumed(folder, state, rates if fits else None)
 
 
-def resume(run: Run, resumed: Resumed, tell: Callable[[str], None]) -> None:
+def resume(run: TrainingState, resumed: Resumed, tell: Callable[[str], None]) -> None:
     """Resume from a checkpoint, on every rank."""
     folder, state = resumed.folder, resumed.state
     tensors = tensors_of(run.model, run.optimizer)

@@ -37,7 +37,7 @@ LASTING = (
 PASSING = ("out", "overwrite", "resume", "profile", "ranks", "device", "accumulate")
 
 
-class Run(Protocol):
+class TrainingState(Protocol):
     """The state of a run's rank that is saved and restored; ``held_out`` is the loss after ``step``, if measured."""
 
     config: TrainConfig
@@ -134,7 +134,7 @@ def _in_8_bits(x: Tensor) -> bool:
     return hasattr(x, "codes")
 
 
-def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
+def state_of(run: TrainingState, generators: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of a run after its latest step that JSON holds; ``generators``: the ranks' states, by rank."""
     names = names_of(run.model)
     groups = [
@@ -201,7 +201,7 @@ def _difference(config: TrainConfig, name: str, value: object, held: object) -> 
     )
 
 
-def restore(run: Run, state: State, cursor: Cursor) -> None:
+def restore(run: TrainingState, state: State, cursor: Cursor) -> None:
     """Restore the result of :func:`state_of` on every rank, after the tensors; ValueError for another optimizer's."""
     _restore_optimizer(run, state.optimizer)
     run.step, run.first_loss, run.last_loss = state.step, state.losses.first, state.losses.last
@@ -214,7 +214,7 @@ def restore(run: Run, state: State, cursor: Cursor) -> None:
         set_generators(state.generators[run.context.rank])
 
 
-def _restore_optimizer(run: Run, saved: Optimizer) -> None:
+def _restore_optimizer(run: TrainingState, saved: Optimizer) -> None:
     names = names_of(run.model)
     ours, name = run.optimizer.param_groups, type(run.optimizer).__name__
     if saved.name != name or len(saved.groups) != len(ours):

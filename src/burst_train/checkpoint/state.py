@@ -44,7 +44,7 @@ class Optimizer(Checked):
     fewer: dict[str, float] = Field(default_factory=dict)
 
 
-class Schedule(Checked, extra="ignore"):
+class ScheduleState(Checked, extra="ignore"):
     """The position of the learning-rate schedule; the rate is recomputed."""
 
     last_epoch: Natural
@@ -77,7 +77,7 @@ class State(Checked, extra="ignore"):
     model: dict[str, Any]
     generation: dict[str, Any] | None = None
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: ScheduleState
     generators: list[Generators]
     cursor: Position
     losses: Losses

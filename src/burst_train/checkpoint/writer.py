@@ -240,8 +240,8 @@ def seconds_to_write(folder: Path, size: int) -> float:
     """Estimate the seconds to write and read back ``size`` bytes in a new ``folder``, by two trial files."""
     folder.mkdir(parents=True)
     few, many = (_seconds_of_trial(folder / f"trial-{n}.safetensors", n) for n in (TRIAL // 8, TRIAL))
-    each = max(many - few, many / 8) / (TRIAL - TRIAL // 8)
-    return max(0.0, few - each * (TRIAL // 8)) + each * size
+    per_byte = max(many - few, many / 8) / (TRIAL - TRIAL // 8)
+    return max(0.0, few - per_byte * (TRIAL // 8)) + per_byte * size
 
 
 def _seconds_of_trial(path: Path, size: int) -> float:

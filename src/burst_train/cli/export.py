@@ -29,52 +29,52 @@ class ExportArguments:
     """Export the run's checkpoint with the lowest held-out loss (see --eval-every of `burst train`)."""
 
 
-def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
+def chosen(path: Path, tell: Callable[[str], object], *, best: bool) -> Path:
     """Return the checkpoint to export: ``given``, or a run's newest whole one or best one; ValueError without one."""
     from ..checkpoint.files import best_checkpoint, newest_whole
     from ..run.folder import FOLDER, list_checkpoints, name_of
 
-    if not given.is_dir():
-        raise ValueError(f"CHECKPOINT {str(given)!r} is missing: there is no such folder{_instead(given)}")
+    if not path.is_dir():
+        raise ValueError(f"CHECKPOINT {str(path)!r} is missing: there is no such folder{_instead(path)}")
     if best:
-        found = best_checkpoint(given)
-        if found is None:
+        checkpoint = best_checkpoint(path)
+        if checkpoint is None:
             raise ValueError(
-                f"--best: {str(given)!r} holds no evaluated checkpoint; name the folder of a run that used --eval-every"
+                f"--best: {str(path)!r} holds no evaluated checkpoint; name the folder of a run that used --eval-every"
             )
-        return given / FOLDER / name_of(found.step)
-    if not (given / MARKER).exists():
-        return given
-    if not list_checkpoints(given):
-        raise ValueError(f"CHECKPOINT {str(given)!r} is a run that holds no checkpoint{_instead(given)}")
-    return newest_whole(given, tell)
+        return path / FOLDER / name_of(checkpoint.step)
+    if not (path / MARKER).exists():
+        return path
+    if not list_checkpoints(path):
+        raise ValueError(f"CHECKPOINT {str(path)!r} is a run that holds no checkpoint{_instead(path)}")
+    return newest_whole(path, tell)
 
 
-def _instead(given: Path) -> str:
+def _instead(path: Path) -> str:
     """Suggest what to export from the run that contains this path; empty outside a run."""
     from ..run.folder import list_checkpoints
     from ..run.metrics import MODEL
 
-    run = next((folder for folder in (given, *given.parents) if (folder / MARKER).exists()), None)
+    run = next((folder for folder in (path, *path.parents) if (folder / MARKER).exists()), None)
     if run is None:
         return ""
-    if found := list_checkpoints(run):
-        return f"; give {str(run)!r} to export its newest checkpoint, {found[0].name}, or add --best"
+    if checkpoints := list_checkpoints(run):
+        return f"; give {str(run)!r} to export its newest checkpoint, {checkpoints[0].name}, or add --best"
     trained = run / MODEL
     return f"; its trained model is already a Hugging Face folder: {str(trained)!r}" if trained.is_dir() else ""
 
 
 def main(arguments: list[str]) -> int:
     """Run ``burst export`` and return the exit status."""
-    given = tyro.cli(ExportArguments, prog=COMMAND, args=arguments)
+    parsed = tyro.cli(ExportArguments, prog=COMMAND, args=arguments)
     from ..step.export import export
     from ..step.model import quieten_transformers
 
     quieten_transformers()
     try:
-        source = chosen(given.checkpoint, lambda text: sys.stderr.write(f"{COMMAND}: {text}\n"), best=given.best)
-        export(source, given.dir)
+        source = chosen(parsed.checkpoint, lambda text: sys.stderr.write(f"{COMMAND}: {text}\n"), best=parsed.best)
+        export(source, parsed.dir)
     except ValueError as error:
         return launch.print_error(COMMAND, error)
-    sys.stdout.write(f"wrote the model of {source} to {given.dir}\n")
+    sys.stdout.write(f"wrote the model of {source} to {parsed.dir}\n")
     return 0

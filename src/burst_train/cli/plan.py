@@ -132,16 +132,16 @@ class PlanArguments:
         """Return the rates to plan by, and what they are if ``--hardware`` was left out."""
         on_gpus = torch.cuda.is_available()
         try:
-            known = known_rates(self.hardware, on_gpus=on_gpus)
+            own_rates = known_rates(self.hardware, on_gpus=on_gpus)
         except ValueError as error:
             raise ValueError(f"--hardware {self.hardware}: {error}") from None
-        rates = known or usual_rates(on_gpus=on_gpus)
+        rates = own_rates or usual_rates(on_gpus=on_gpus)
         if self.hardware is not None:
             return rates, ""
         device = "this machine's GPU" if on_gpus else "ranks on CPUs, because this machine has no GPU"
         saved = "what burst calibrate saved for this machine"
         names = f"{', '.join(NODES)}, each with +{' or +'.join(NETWORKS)}"
-        return rates, f"No --hardware was given: this plans for {saved if known else device}. Presets: {names}."
+        return rates, f"No --hardware was given: this plans for {saved if own_rates else device}. Presets: {names}."
 
     def _model(self) -> Model:
         model = model_of(self.model, self.rope_scaling)
@@ -156,25 +156,25 @@ def headline(request: ForecastRequest) -> str:
     nodes, length = cluster.nodes, tokens_text(request.seq_len // request.joined)
     uneven = nodes > 1 and cluster.last < cluster.per_node
     fewer = f" (the last with {cluster.last} of {cluster.per_node})" if uneven else ""
-    each = f"{request.joined} packed sequences of {length}" if request.joined > 1 else length
+    tokens = f"{request.joined} packed sequences of {length}" if request.joined > 1 else length
     return (
-        f"{request.model.name}, {each} tokens over "
+        f"{request.model.name}, {tokens} tokens over "
         f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}{fewer}, "
         f"{cluster.rates.name}, {str(request.dtype).removeprefix('torch.')}"
     )
 
 
-def short_rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[dict[str, str]]:
+def short_rows(request: ForecastRequest, results: list[Forecast]) -> Iterator[dict[str, str]]:
     """Yield a row of figures for each strategy."""
-    for each in found:
-        row = {"strategy": each.strategy, "step": "-", "tokens/s": "-", "memory": "-", "--remat": "-"}
-        if not each.refused:
-            row["step"] = seconds_text(each.seconds)
-            row["tokens/s"] = digits(each.tokens_per_second * request.cluster.ranks)
-            row["memory"] = "unknown" if each.bytes is None else bytes_text(each.bytes)
-            row["--remat"] = each.remat
-        fits = {None: "unknown", True: "fits", False: "too large"}[each.fits]
-        yield row | {"verdict": "refused" if each.refused else fits}
+    for prediction in results:
+        row = {"strategy": prediction.strategy, "step": "-", "tokens/s": "-", "memory": "-", "--remat": "-"}
+        if not prediction.refused:
+            row["step"] = seconds_text(prediction.seconds)
+            row["tokens/s"] = digits(prediction.tokens_per_second * request.cluster.ranks)
+            row["memory"] = "unknown" if prediction.bytes is None else bytes_text(prediction.bytes)
+            row["--remat"] = prediction.remat
+        fits = {None: "unknown", True: "fits", False: "too large"}[prediction.fits]
+        yield row | {"verdict": "refused" if prediction.refused else fits}
 
 
 def legend(request: ForecastRequest) -> Mapping[str, str]:
@@ -190,11 +190,11 @@ def legend(request: ForecastRequest) -> Mapping[str, str]:
     }
 
 
-def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
+def verdict(request: ForecastRequest, results: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
     """Return the recommendation, and whether it fits in memory."""
-    first, best = fastest(found), recommended(found, saving)
+    first, best = fastest(results), recommended(results, saving)
     if best is None:
-        return _does_not_fit(request, found, saving)
+        return _does_not_fit(request, results, saving)
     text = f"Recommended: {best.strategy} ({best.way}), {seconds_text(best.seconds)} per step"
     if first is not None and first is not best:
         text += (
@@ -212,8 +212,8 @@ def verdict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
     return f"{text}. It fits{needed}: {bytes_text(best.bytes)} of {memory} per rank."
 
 
-def _does_not_fit(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
-    able = [each for each in found if not each.refused] + [each for _, each in saving]
+def _does_not_fit(request: ForecastRequest, results: list[Forecast], saving: list[tuple[str, Forecast]]) -> str:
+    able = [each for each in results if not each.refused] + [each for _, each in saving]
     best = max(able, key=lambda each: each.longest or 0)
     fits = ""
     if longest := best.longest:
@@ -226,9 +226,9 @@ def _does_not_fit(request: ForecastRequest, found: list[Forecast], saving: list[
     )
 
 
-def as_dict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]]) -> Mapping[str, Any]:
+def as_dict(request: ForecastRequest, results: list[Forecast], saving: list[tuple[str, Forecast]]) -> Mapping[str, Any]:
     """Return all figures as plain values in seconds, bytes and FLOP."""
-    best = recommended(found, saving)
+    best = recommended(results, saving)
     return {
         "asked": headline(request),
         "seq_len": request.seq_len // request.joined,
@@ -239,18 +239,18 @@ def as_dict(request: ForecastRequest, found: list[Forecast], saving: list[tuple[
         "model": {"name": request.model.name, "parameters": request.model.size},
         "flops_of_a_step": request.flops,
         "recommended": None if best is None else best.strategy,
-        "strategies": [asdict(each) | {"seconds": each.seconds} for each in found],
+        "strategies": [asdict(each) | {"seconds": each.seconds} for each in results],
         "savings": [{"flags": flags, "longest": each.longest, "step": each.seconds} for flags, each in saving],
-        "notes": [*notes(request, found)],
+        "notes": [*notes(request, results)],
     }
 
 
-def notes(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
+def notes(request: ForecastRequest, results: list[Forecast]) -> Iterator[str]:
     """Yield why strategies are refused, and what the figures rest on that was not measured or simulated."""
     yield from [request.assumed] * bool(request.assumed)
-    for each in found:
-        if each.refused:
-            yield f"{each.strategy}: not possible: {each.refused}"
+    for prediction in results:
+        if prediction.refused:
+            yield f"{prediction.strategy}: not possible: {prediction.refused}"
     rates = request.cluster.rates
     if unmeasured := rates.source.count("estimated"):
         what = "some of these rates were not measured with this library: what depends on them"
@@ -269,8 +269,8 @@ def notes(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
             f"{name} is a preset: the command below trains random weights, on bytes unless --tokenizer names a "
             "tokenizer. To fine-tune, give --model a folder or a name on the hub."
         )
-    for few, many in sorted({each.standing for each in found if each.standing}):
-        names = ", ".join(each.strategy for each in found if each.standing == (few, many))
+    for few, many in sorted({prediction.standing for prediction in results if prediction.standing}):
+        names = ", ".join(prediction.strategy for prediction in results if prediction.standing == (few, many))
         yield (
             f"The attention of {names} is not simulated over all {request.cluster.ranks:,} ranks: it is extrapolated "
             f"from simulations of {few} and {many} ranks."
@@ -294,20 +294,20 @@ def main(arguments: list[str]) -> int:
     try:
         parsed.check()
         request = parsed.request()
-        found = forecasts(request)
-        saving = savings(request) if parsed.all or parsed.json is not None or fastest(found) is None else []
-        figures = json.dumps(as_dict(request, found, saving), indent=1)
+        results = forecasts(request)
+        saving = savings(request) if parsed.all or parsed.json is not None or fastest(results) is None else []
+        figures = json.dumps(as_dict(request, results, saving), indent=1)
         if parsed.json is not None:
             Path(parsed.json).write_text(figures + "\n", "utf-8")
     except (ValueError, OSError) as error:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{headline(request)}[/]")
-    print_table(console, [*short_rows(request, found)], legend=legend(request))
-    for note in notes(request, found):
+    print_table(console, [*short_rows(request, results)], legend=legend(request))
+    for note in notes(request, results):
         wide.print(note, markup=False)
-    best = recommended(found, saving)
-    wide.print(f"[bold]{verdict(request, found, saving)}[/]")
+    best = recommended(results, saving)
+    wide.print(f"[bold]{verdict(request, results, saving)}[/]")
     if best is not None:
         wide.print(command(request, best.flags), markup=False)
     if parsed.all:

@@ -203,7 +203,7 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     loaded = _load(config.model, training=False)
     reader, tokenizer = open_sequences(config.as_training)
     named = config.as_training.data.tokenizer
-    asked = model_config(
+    hf_config = model_config(
         config.model,
         tokenizer,
         config.seq_len,
@@ -212,7 +212,7 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
         rope_scaling=config.rope_scaling,
         named=named,
     )
-    heads = Heads.of(asked)
+    heads = Heads.of(hf_config)
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)

@@ -103,8 +103,8 @@ class Screen:
             self.console.print(f"{count} file{'s' * (count > 1)} skipped: not UTF-8 text")
         self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
         if steps := summary.missing_checkpoints:
-            found = list_checkpoints(Path(self.config.run.out))
-            kept = f"the newest saved checkpoint is {found[0]}" if found else "no checkpoint was saved"
+            checkpoints = list_checkpoints(Path(self.config.run.out))
+            kept = f"the newest saved checkpoint is {checkpoints[0]}" if checkpoints else "no checkpoint was saved"
             which = f"checkpoint{'s' * (len(steps) > 1)} after step {_some([str(step) for step in steps])}"
             self.console.print(
                 f"[bold red]burst train:[/] {which} could not be written; {escape(kept)}. "
@@ -165,5 +165,5 @@ def _by_rank(values: Sequence[float | None], text: Callable[[float], str]) -> st
     """List the values of a few ranks; of many, the least and the greatest."""
     if len(values) <= MOST_RANKS:
         return ", ".join("-" if value is None else text(value) for value in values)
-    known = [value for value in values if value is not None]
-    return f"{text(min(known))} to {text(max(known))} on {len(values)} ranks" if known else "-"
+    numbers = [value for value in values if value is not None]
+    return f"{text(min(numbers))} to {text(max(numbers))} on {len(values)} ranks" if numbers else "-"

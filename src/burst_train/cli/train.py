@@ -97,17 +97,17 @@ def main(arguments: list[str]) -> int:
     """Run ``burst train`` and return the exit status."""
     with ExitStack() as stack:
         try:
-            given = _parse(arguments)
+            parsed = _parse(arguments)
             launch.prepare("burst_train.step.loop", "burst_train.cli.screen")
             from ..run.lock import check_inputs
             from ..run.metrics import claim_run, without_auto
             from .preflight import check_run
 
-            given.train.check()
-            train, chosen = without_auto(given.train)
-            running = launch.torchrun_ranks(given.train.parallel.ranks)
+            parsed.train.check()
+            train, chosen = without_auto(parsed.train)
+            running = launch.torchrun_ranks(parsed.train.parallel.ranks)
             config = resolve(train, running)
-            read = {"--config": None if given.config is None else str(given.config)}
+            read = {"--config": None if parsed.config is None else str(parsed.config)}
             check_inputs(config.run.out, config.inputs | read)
             if launch.is_rank_0():  # one process holds the folder for all ranks
                 config = after_restart(config, os.environ)
@@ -123,19 +123,19 @@ def main(arguments: list[str]) -> int:
         worker = partial(_train, begun.memory)
         status = launch.start(COMMAND, worker, config, ranks=config.parallel.ranks or 1, patient=True)
         if status not in (0, UNSAVED, INTERRUPTED):
-            sys.stderr.write(what_is_kept(config.run.out, before, asked=status > 128))
+            sys.stderr.write(what_is_kept(config.run.out, before, interrupted=status > 128))
         return status
 
 
-def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
+def what_is_kept(out: str, before: Sequence[Path], *, interrupted: bool) -> str:
     """Return a line on how to resume a run that ended early; empty if it failed and saved nothing after ``before``."""
-    found = list_checkpoints(Path(out))
-    if not asked and found[:1] == list(before[:1]):
+    checkpoints = list_checkpoints(Path(out))
+    if not interrupted and checkpoints[:1] == list(before[:1]):
         return ""
-    if not found:
-        return f"{COMMAND}: ended before any checkpoint was saved\n" if asked else ""
+    if not checkpoints:
+        return f"{COMMAND}: ended before any checkpoint was saved\n" if interrupted else ""
     command = f"burst train --out {shlex.quote(out)} --resume"
-    return f"{COMMAND}: newest checkpoint: {found[0]}; to resume: {command}\n"
+    return f"{COMMAND}: newest checkpoint: {checkpoints[0]}; to resume: {command}\n"
 
 
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:

@@ -39,21 +39,21 @@ def encode_chat(
 
     ValueError: the template refuses the messages, or which tokens are the assistant's is unclear, or none are.
     """
-    given: dict[str, Any] = {"conversation": [*messages], "tools": tools}
+    inputs: dict[str, Any] = {"conversation": [*messages], "tools": tools}
     try:
         template = tokenizer.get_chat_template(tools=tools)
         if not assistant_only:
-            found = tokenizer.apply_chat_template(**given, return_dict=True, tokenizer_kwargs=_AS_TOKENS)
-            return (ids := np.array(found["input_ids"], np.int32)), np.ones(len(ids), bool)
+            encoding = tokenizer.apply_chat_template(**inputs, return_dict=True, tokenizer_kwargs=_AS_TOKENS)
+            return (ids := np.array(encoding["input_ids"], np.int32)), np.ones(len(ids), bool)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer gives no token's place in the text; name a fast --tokenizer, {EVERYTHING}")
         if GENERATION.search(template):
-            found = tokenizer.apply_chat_template(
-                **given, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_AS_TOKENS
+            encoding = tokenizer.apply_chat_template(
+                **inputs, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_AS_TOKENS
             )
-            ids, ours = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
+            ids, ours = np.array(encoding["input_ids"], np.int32), np.array(encoding["assistant_masks"], bool)
         else:
-            ids, ours = _by_prefixes(tokenizer, given)
+            ids, ours = _by_prefixes(tokenizer, inputs)
     except Exception as error:  # a template can raise anything
         if type(error) is ValueError:
             raise
@@ -63,9 +63,9 @@ def encode_chat(
     return ids, ours
 
 
-def _by_prefixes(tokenizer: Any, given: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _by_prefixes(tokenizer: Any, inputs: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Find the assistant's turns by rendering the conversation up to each; ValueError if one then looks different."""
-    messages, tools = given["conversation"], given["tools"]
+    messages, tools = inputs["conversation"], inputs["tools"]
 
     def text(stop: int, prompt: bool = False) -> str:
         return tokenizer.apply_chat_template(messages[:stop], tools=tools, tokenize=False, add_generation_prompt=prompt)

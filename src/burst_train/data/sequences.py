@@ -311,8 +311,8 @@ class TrainingStream:
                     yield self._begin(epoch, number, part, tokens)
             self.epoch_tokens = self.epoch_tokens if resumed else count
             if self.epoch_tokens == 0:
-                asked = f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
-                least = "any text" if reader.packed else asked
+                need = f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
+                least = "any text" if reader.packed else need
                 raise ValueError(f"--data has no document to train on with {least}")
 
     def _begin(self, epoch: int, number: int, part: Document, tokens: np.ndarray, used: int = 0) -> np.ndarray:
@@ -326,10 +326,10 @@ class TrainingStream:
         """Return the tokens of the cursor's document that remain; the document must be unchanged."""
         number, part = next(parts, (0, None))
         if part is None or _digest(part).hex() != start.digest:
-            found = "is missing" if part is None else f"is now {part.name!r}, or its text has changed"
+            fault = "is missing" if part is None else f"is now {part.name!r}, or its text has changed"
             raise ValueError(
                 f"--data is not the data of the checkpoint: document {start.document} of epoch {start.epoch} "
-                f"{found}; give the same data, or start over with --overwrite"
+                f"{fault}; give the same data, or start over with --overwrite"
             )
         return self._begin(start.epoch, number, part, self._reader.encode(part), start.used)
 

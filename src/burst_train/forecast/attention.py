@@ -93,7 +93,7 @@ class AttentionStrategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class AttentionTimes:
     """Figures of a forward and a backward."""
 
     forward: Timed
@@ -108,13 +108,13 @@ def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: b
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 
-def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> Call:
+def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> AttentionTimes:
     """Predict a call's time and traffic, simulating ``most`` ranks at most; ValueError if it can't be extrapolated."""
     simulated = MOST_SIMULATED if ROUTES[way.route].direct else MOST_BY_EDGES
     most = simulated if most is None else min(most, simulated)
     if setting.world <= most:
         forward, backward = simulations(way, setting)
-        return Call(forward=forward, backward=backward)
+        return AttentionTimes(forward=forward, backward=backward)
     worlds = two_worlds(way.groups, way.circulate, most)
     if setting.per_node * 2 > worlds[0] and setting.per_node < setting.world:
         raise ValueError(
@@ -124,7 +124,7 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
     forward, backward = extrapolated(
         lambda world: simulations(way, setting.over(world)), (*worlds, setting.world), way.groups, way.circulate
     )
-    return Call(forward=forward, backward=backward, standing=worlds)
+    return AttentionTimes(forward=forward, backward=backward, standing=worlds)
 
 
 def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
@@ -133,7 +133,7 @@ def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Transfer:
     """Bytes that a rank sends within its node and to other nodes, mean over ranks, and the time in seconds."""
 
     inside: float = 0.0
@@ -141,23 +141,23 @@ class Exchange:
     seconds: float = 0.0
 
 
-def gather(size: float, world: int, per_node: int, rates: Rates, *, calls: int = 1) -> Exchange:
+def gather(size: float, world: int, per_node: int, rates: Rates, *, calls: int = 1) -> Transfer:
     """Return all-gathers of ``size`` bytes in all over all ranks by rings; a reduce-scatter costs the same.
 
     A node sends each part once to the next one, spread over its ranks' ports. The busier kind of link takes the time,
     plus one message latency per doubling of the ranks for each of the calls.
     """
     if world == 1:
-        return Exchange()
+        return Transfer()
     sent, here = size * (world - 1) / world, min(per_node, world)
     doublings = ceil(log2(world))
     if world <= per_node:
         seconds = sent / rates.inside.bytes_per_second + calls * (rates.inside.latency * doublings)
-        return Exchange(inside=sent, seconds=seconds)
+        return Transfer(inside=sent, seconds=seconds)
     inside, across = sent * (here - 1) / here, sent / here
     port = across * (here if rates.across.shared else 1)
     seconds = max(inside / rates.inside.bytes_per_second, port / rates.across.bytes_per_second)
-    return Exchange(inside=inside, across=across, seconds=seconds + calls * (rates.across.latency * doublings))
+    return Transfer(inside=inside, across=across, seconds=seconds + calls * (rates.across.latency * doublings))
 
 
 ALONE = AttentionStrategy(layout="contiguous", circulate="query")
@@ -170,7 +170,7 @@ def alone(setting: Workload) -> Workload:
     return replace(setting, world=1, shape=own)
 
 
-def tensor(setting: Workload, hidden: int) -> Call:
+def tensor(setting: Workload, hidden: int) -> AttentionTimes:
     """Predict tensor parallelism with sequence parallelism, the feed-forward layer's collectives included.
 
     In each pass, attention and feed-forward layer each gather all tokens' hidden states and scatter them.
@@ -178,8 +178,8 @@ def tensor(setting: Workload, hidden: int) -> Call:
     size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
     moved, call = gather(size, setting.world, setting.per_node, setting.rates), predict_call(ALONE, alone(setting))
 
-    def both(one: Timed) -> Timed:
-        inside, across = one.mean_inside + 4 * moved.inside, one.mean_across + 4 * moved.across
-        return replace(one, seconds=one.seconds + 4 * moved.seconds, mean_inside=inside, mean_across=across)
+    def both(timing: Timed) -> Timed:
+        inside, across = timing.mean_inside + 4 * moved.inside, timing.mean_across + 4 * moved.across
+        return replace(timing, seconds=timing.seconds + 4 * moved.seconds, mean_inside=inside, mean_across=across)
 
     return replace(call, forward=both(call.forward), backward=both(call.backward))

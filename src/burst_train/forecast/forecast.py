@@ -19,9 +19,9 @@ from burst_attention.planner.choice import TIE
 from ..memory import RematName, Saving
 from ..presets import PRESETS
 from ..strategies import FOREIGN, choose
-from .attention import ALONE, AttentionStrategy, Call, Exchange, alone, chosen, gather, predict_call, tensor
+from .attention import ALONE, AttentionStrategy, AttentionTimes, Transfer, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
-from .memory import OVERLAPPING, REMATS, Step
+from .memory import OVERLAPPING, REMATS, StepMemory
 from .models import FORMULA
 from .request import TENSOR, ForecastRequest
 
@@ -90,32 +90,32 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
         "--optimizer adamw-8bit": {"optimizer": "adamw-8bit"},
         "--optimizer-offload": {"optimizer": "adamw", "optimizer_offload": True},
     }
-    saving, found = replace(request, remat="layer", saving=Saving()), []
+    saving, predictions = replace(request, remat="layer", saving=Saving()), []
     for flags, more in options.items():
         if flags == "--attention-chunks 1":
             continue
         with suppress(ValueError):  # Ulysses over more ranks than a chunk has heads: leave the option out
             tried = replace(saving, saving=replace(saving.saving, **dict(more)))
-            found.append((flags, forecast_of(request.strategy, tried)))
+            predictions.append((flags, forecast_of(request.strategy, tried)))
             saving = tried
-    return found
+    return predictions
 
 
-def recommended(found: Sequence[Forecast], saving: Sequence[tuple[str, Forecast]] = ()) -> Forecast | None:
+def recommended(predictions: Sequence[Forecast], saving: Sequence[tuple[str, Forecast]] = ()) -> Forecast | None:
     """Return the first strategy that may fit within TIE of the fastest; else the first of ``saving`` that fits."""
-    shortest = fastest(found)
+    shortest = fastest(predictions)
     if shortest is None:
-        return next((each for _, each in saving if each.fits), None)
-    return next(each for each in _possible(found) if each.seconds <= TIE * shortest.seconds)
+        return next((prediction for _, prediction in saving if prediction.fits), None)
+    return next(prediction for prediction in _possible(predictions) if prediction.seconds <= TIE * shortest.seconds)
 
 
-def fastest(found: Sequence[Forecast]) -> Forecast | None:
+def fastest(predictions: Sequence[Forecast]) -> Forecast | None:
     """Return the strategy that fits, or may fit, with the shortest step; None if none fits."""
-    return min(_possible(found), key=lambda each: each.seconds, default=None)
+    return min(_possible(predictions), key=lambda prediction: prediction.seconds, default=None)
 
 
-def _possible(found: Sequence[Forecast]) -> list[Forecast]:
-    return [each for each in found if not each.refused and each.fits is not False]
+def _possible(predictions: Sequence[Forecast]) -> list[Forecast]:
+    return [prediction for prediction in predictions if not prediction.refused and prediction.fits is not False]
 
 
 def forecast_of(name: str, request: ForecastRequest) -> Forecast:
@@ -126,7 +126,7 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
         _check(base, q)
         step = _planned(base, q)
         if base == "auto" and step.caches_too_much:
-            step = min(step, _planned(base, q, caches=False), key=lambda each: (not each.fits, each.seconds))
+            step = min(step, _planned(base, q, caches=False), key=lambda option: (not option.fits, option.seconds))
         return step.forecast(name)
     except ValueError as error:
         if name == request.strategy:  # the request has no prediction at all
@@ -218,10 +218,10 @@ class PredictedStep:
 
     q: ForecastRequest  # with the layout of that attention
     way: str  # how a call is computed, in words
-    calls: tuple[tuple[int, Call], ...]  # (number of layers, call) for each kind of layer
+    calls: tuple[tuple[int, AttentionTimes], ...]  # (number of layers, call) for each kind of layer
     buffers: int  # bytes of a call's backward at its peak
     flags: str  # of the strategy
-    more: Mapping[str, int]  # values of ``Step`` in proportion to the tokens
+    more: Mapping[str, int]  # values of ``StepMemory`` in proportion to the tokens
     whole: bool = False  # embedding, head and norms on every rank, as in tensor parallelism
     ways: tuple[AttentionStrategy, ...] = ()  # for each kind of layer; empty with tensor parallelism
 
@@ -232,7 +232,7 @@ class PredictedStep:
         moved, sums = self.parameters, q.tensor_sums(remat)
         seconds, ranks = self.seconds, q.cluster.ranks * q.tensor_parallel
         memory: dict[str, Mapping[str, int]] = {each: held for each in self._remats if (held := self.memory(each))}
-        known = bool(memory) and q.limit is not None
+        judged = bool(memory) and q.limit is not None
         return Forecast(
             strategy=name,
             way=self.way,
@@ -243,8 +243,8 @@ class PredictedStep:
             | ({"tensor": (sums.inside, sums.across)} if q.tensor_parallel > 1 else {}),
             memory=memory,
             remat=remat,
-            fits=self.fits if known else None,
-            longest=self.longest(self._remats[-1] if q.remat is None else remat) if known else None,
+            fits=self.fits if judged else None,
+            longest=self.longest(self._remats[-1] if q.remat is None else remat) if judged else None,
             steps={each: sum(self._seconds(each).values()) for each in self._remats},
             tokens_per_second=q.batch * q.seq_len / (seconds * ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.io == 2 else None,
@@ -304,7 +304,7 @@ class PredictedStep:
         return next((each for each in self._remats if self._fits(each)), self._remats[-1])
 
     @cached_property
-    def parameters(self) -> Exchange:
+    def parameters(self) -> Transfer:
         """The exchange of parameters and gradients in a step.
 
         Sharded weights are gathered for the forward and for the backward, those outside layers once; gradients are
@@ -322,7 +322,7 @@ class PredictedStep:
             return {}
         scaled = {"buffers": self.buffers, **self.more}
         longer = {name: round(q.seq_len / self.q.seq_len * value) for name, value in scaled.items()}
-        return Step(q=q, remat=remat, whole=self.whole, **longer).parts()
+        return StepMemory(q=q, remat=remat, whole=self.whole, **longer).parts()
 
     def _fits(self, remat: RematName, seq_len: int | None = None) -> bool:
         """Return whether the step fits; True if that is unknown."""

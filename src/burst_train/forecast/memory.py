@@ -24,7 +24,7 @@ NORMED = ("qwen3",)  # families that norm q and k per head
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepMemory:
     """One micro-step of a rank."""
 
     q: ForecastRequest
@@ -44,27 +44,27 @@ class Step:
         if self.q.tokens:
             moments += [self._loss(), *self._backward()]
         if self.q.accumulates:
-            moments = [each._replace(gradients=weights) for each in moments]
-        most = max(moments, key=lambda each: sum(each[:4]) + gathered * (not each.weights_too))
+            moments = [moment._replace(gradients=weights) for moment in moments]
+        most = max(moments, key=lambda moment: sum(moment[:4]) + gathered * (not moment.weights_too))
         if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
-            largest = 2 * max(self._shard(each) for each in (*self.q.model.layer, *self.q.model.outside))
+            largest = 2 * max(self._shard(matrix) for matrix in (*self.q.model.layer, *self.q.model.outside))
             parts = [weights, weights, moments_of_adamw + largest, 0, 0, 0, 0]
         else:
             parts = [weights, most.gradients, moments_of_adamw, gathered, *most[:3]]
-        found = dict(zip(PARTS, parts, strict=True))
+        sums = dict(zip(PARTS, parts, strict=True))
         if self.whole:
             more = 4 * round(self.q.model.root_size * (1 - 1 / self.q.cluster.ranks))
             for part, times in (("weights", 1), ("gradients", 1), ("AdamW", 2)):
-                found[part] += times * more
+                sums[part] += times * more
             cut = 2 * self.q.model.layer_size // self.q.cluster.ranks
-            found["gathered"] = self.q.io * (self.q.model.root_size + cut) * (found["gathered"] > 0)
-        return found | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.q.saving.optimizer_offload else found
+            sums["gathered"] = self.q.io * (self.q.model.root_size + cut) * (sums["gathered"] > 0)
+        return sums | dict.fromkeys(("weights", "gradients", "AdamW"), 0) if self.q.saving.optimizer_offload else sums
 
     @property
     def weights(self) -> int:
         """Bytes of a rank's shards, in fp32."""
-        each = sum(map(self._shard, self.q.model.layer))
-        return self.q.model.layers * each + sum(map(self._shard, self.q.model.outside))
+        layer = sum(map(self._shard, self.q.model.layer))
+        return self.q.model.layers * layer + sum(map(self._shard, self.q.model.outside))
 
     def _shard(self, matrix: Matrix) -> int:
         rows, columns = matrix
@@ -119,10 +119,10 @@ class Step:
         """Yield the backward's moments that may be its peak: in the last layer, the first, and the reductions."""
         m, last = self.q.model, self._kept(self.q.model.layers) + self.kept_by_root(in_layers=True)
         first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.q.io // (1 if m.tied else 2)
-        each = sum(map(self._shard, m.layer))
+        layer = sum(map(self._shard, m.layer))
         beside, at_attention = self._in_a_layer()
         summed = 4 if self.q.cluster.ranks == 1 else 8
-        for held, gradients in ((last, 0), (first, (m.layers - 1) * each)):
+        for held, gradients in ((last, 0), (first, (m.layers - 1) * layer)):
             held += head
             down = m.hidden * m.intermediate * self.q.io * (self.remat != "none")  # the first gradient to be computed
             yield Moment(held + beside + down, gradients=gradients)
@@ -131,7 +131,7 @@ class Step:
                 yield Moment(held + at_attention + own, self.buffers, gradients=gradients)
             before = held - self.kept_by_layer() + self._tokens(2 * self.q.io * m.hidden)
             yield Moment(before + m.layer_size * (self.q.io + summed), gradients=gradients)
-        yield Moment(m.root_size * (self.q.io + summed) + self._tokens(8), gradients=m.layers * each)
+        yield Moment(m.root_size * (self.q.io + summed) + self._tokens(8), gradients=m.layers * layer)
 
     def _in_a_layer(self) -> tuple[int, int]:
         """Return the bytes of a layer's backward (at its peak, at the attention call), without saved tensors."""

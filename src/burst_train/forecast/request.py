@@ -18,7 +18,7 @@ from burst_attention.planner.rates import Rates
 
 from ..health.flops import PEAKS, seen_pairs
 from ..memory import DISK, Saving
-from .attention import Exchange, Workload, gather
+from .attention import Transfer, Workload, gather
 from .models import Model
 
 # Families whose tensor parallelism is predicted: each rank has a part of the heads and of all that follows.
@@ -125,7 +125,7 @@ class ForecastRequest:
         strategy = self.strategy.partition(TENSOR)[0]
         return replace(self, cluster=fewer, model=model.cut(ranks), strategy=strategy, tensor_parallel=ranks)
 
-    def tensor_sums(self, remat: Remat) -> Exchange:
+    def tensor_sums(self, remat: Remat) -> Transfer:
         """Return the sums over the tensor-parallel axis of a step, which nothing hides.
 
         Attention and the feed-forward layer each sum their outputs in a forward, and their inputs' gradients in a
@@ -188,9 +188,9 @@ class ForecastRequest:
     def flops(self) -> float:
         """FLOP of a forward and backward on all ranks, without recomputation: two products per unmasked pair."""
         shape = self.shape
-        each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
+        per_pair = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
         windows = self.model.windows_by_count.items()
-        attention = each * sum(count * seen_pairs(self.seq_len, reach, self.borders) for reach, count in windows)
+        attention = per_pair * sum(count * seen_pairs(self.seq_len, reach, self.borders) for reach, count in windows)
         products = 2.0 * self.batch * self.seq_len * (self.model.products + self.model.head_products)
         return 3 * (attention + products)
 
@@ -213,8 +213,8 @@ class ForecastRequest:
             again += 3 * m.hidden * m.intermediate
         if saving.attention_chunks > 1:
             again += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
-        each = 2.0 * self.batch * self.seq_len
-        flops = each * (passes * m.products + 4 * m.head_products) + each * m.layers * again
+        per_weight = 2.0 * self.batch * self.seq_len
+        flops = per_weight * (passes * m.products + 4 * m.head_products) + per_weight * m.layers * again
         rate = cluster.rates.speed(self.io).forward
         if self.io == 2 and cluster.device.peak is not None:
             rate = MATMUL_EFFICIENCY * cluster.device.peak

@@ -49,8 +49,8 @@ class OutputWatch(ExitStack):
     def _hook(self, name: str) -> Any:
         def look(_: nn.Module, __: Any, output: Any) -> None:
             number = self.order.setdefault(name, len(self.order))
-            if self.first is None and (found := _count(_tensors(output)))[0]:
-                self.first = NonFiniteLocation((self._batch, number), f"the output of {name}", *found)
+            if self.first is None and (counts := _count(_tensors(output)))[0]:
+                self.first = NonFiniteLocation((self._batch, number), f"the output of {name}", *counts)
 
         return token_wise(look)
 
@@ -67,17 +67,17 @@ def first_gradient(model: nn.Module, order: Sequence[str]) -> NonFiniteLocation 
 
     parameters = sorted(model.named_parameters(), key=lambda each: used(each[0]), reverse=True)
     for number, (name, parameter) in enumerate(parameters):
-        if parameter.grad is not None and (found := _count([parameter.grad]))[0]:
-            return NonFiniteLocation((0, number), f"the gradient of {name}", *found)
+        if parameter.grad is not None and (counts := _count([parameter.grad]))[0]:
+            return NonFiniteLocation((0, number), f"the gradient of {name}", *counts)
     return None
 
 
 def name_first(places: Sequence[NonFiniteLocation | None]) -> str:
     """Describe the first of all ranks' places, listed by rank; empty if there was no such place."""
-    found = [(place.order, rank, place) for rank, place in enumerate(places) if place is not None]
-    if not found:
+    candidates = [(place.order, rank, place) for rank, place in enumerate(places) if place is not None]
+    if not candidates:
         return ""
-    _, rank, place = min(found)
+    _, rank, place = min(candidates)
     return f"{place.name} is the first non-finite one, on rank {rank} ({place.bad:,} of {place.size:,} values)"
 
 
@@ -86,8 +86,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list, Mapping)):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
 
 
 def _count(tensors: Any) -> tuple[int, int]:

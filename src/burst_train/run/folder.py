@@ -18,8 +18,8 @@ def name_of(step: int) -> str:
 def list_checkpoints(out: Path) -> list[Path]:
     """Return the run's folders with names of finished checkpoints, newest first."""
     folder = out / FOLDER
-    found = [path for path in folder.glob("step-*") if path.is_dir()] if folder.is_dir() else []
-    return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
+    folders = [path for path in folder.glob("step-*") if path.is_dir()] if folder.is_dir() else []
+    return sorted((path for path in folders if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -42,6 +42,6 @@ def text_of(error: BaseException) -> str:
     """Return a short error message; prefer the operating system's text."""
     if isinstance(error, SaveError):
         return str(error)
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors quotes the system's error like this
-        return os.strerror(int(found[1]))
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors quotes the system's error like this
+        return os.strerror(int(match[1]))
     return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"

@@ -45,8 +45,8 @@ class StopRequests:
             yield self
             return
         plain = (signal.SIG_DFL, signal.default_int_handler)
-        asked = (signal.SIGTERM, signal.SIGINT, KEYBOARD)
-        before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
+        signals = (signal.SIGTERM, signal.SIGINT, KEYBOARD)
+        before = {number: handler for number in signals if (handler := signal.getsignal(number)) in plain}
         for number in before:
             signal.signal(number, self._note)
         try:
@@ -58,7 +58,7 @@ class StopRequests:
     def _note(self, number: int, _: object) -> None:
         self._signal = number
 
-    def asked(self, reserve: float) -> int:
+    def pending(self, reserve: float) -> int:
         """Return the received signal, :data:`DEADLINE` if fewer than ``reserve`` seconds are left, or 0."""
         if self._signal:
             return self._signal
@@ -71,7 +71,7 @@ class StopRequests:
 
 
 def reason_of(number: int) -> str:
-    """Return the name of a result of :meth:`StopRequests.asked`."""
+    """Return the name of a result of :meth:`StopRequests.pending`."""
     if number in (signal.SIGINT, KEYBOARD):
         return "Ctrl-C"
     return "--deadline" if number == DEADLINE else signal.Signals(number).name

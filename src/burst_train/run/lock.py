@@ -134,15 +134,15 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: 
 def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
     """Raise ValueError if an input, by flag, is a path inside the output folder, with links resolved."""
     folder = Path(out).resolve()
-    for flag, given in inputs.items():
-        path = Path(given).expanduser() if given else None
+    for flag, value in inputs.items():
+        path = Path(value).expanduser() if value else None
         if path is None or not path.exists():
             continue
         # A model folder's files may be links.
         files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else []
         if any(folder in (one.resolve(), *one.resolve().parents) for one in (path, *files)):
             raise ValueError(
-                f"{flag} {given!r} lies in --out {out!r}, where the run would overwrite it; choose another folder"
+                f"{flag} {value!r} lies in --out {out!r}, where the run would overwrite it; choose another folder"
             )
 
 

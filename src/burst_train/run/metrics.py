@@ -149,13 +149,13 @@ def without_auto(config: TrainConfig) -> tuple[TrainConfig, str]:
     if config.run.resume != AUTO:
         return config, ""
     out = Path(config.run.out)
-    found = list_checkpoints(out)
+    checkpoints = list_checkpoints(out)
     began, finished = (out / CONFIG).exists(), (out / SUMMARY).exists()
     run, then = replace(config.run, resume=None), "starting a run"
     if finished:
         held = "a finished run"
-    elif found:
-        held = f"an unfinished run, saved after step {step_of(found[0])}"
+    elif checkpoints:
+        held = f"an unfinished run, saved after step {step_of(checkpoints[0])}"
         run, then = replace(run, resume=NEWEST), "resuming it"
     else:
         held = "a run without checkpoints" if began else "no run"
@@ -166,10 +166,10 @@ def without_auto(config: TrainConfig) -> tuple[TrainConfig, str]:
 def how_to_go_on(config: TrainConfig) -> str:
     """Return the error text for a folder that already holds a run."""
     out = Path(config.run.out)
-    found = list_checkpoints(out)
-    if not found or (out / SUMMARY).exists():
+    checkpoints = list_checkpoints(out)
+    if not checkpoints or (out / SUMMARY).exists():
         return HELD
-    step = step_of(found[0])
+    step = step_of(checkpoints[0])
     return f"holds an unfinished run, saved after step {step}; add --resume to continue, or --overwrite to start over"
 
 

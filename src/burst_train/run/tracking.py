@@ -34,18 +34,18 @@ class Tracking:
             import wandb
 
             out = Path(config.run.out)
-            known = out / TRACKED / ID
+            id_file = out / TRACKED / ID
             run = wandb.init(
                 project=self._project,
                 name=out.resolve().name,
                 dir=str(out),
-                id=known.read_text("utf-8") if goes_on_in(config) and known.exists() else None,
+                id=id_file.read_text("utf-8") if goes_on_in(config) and id_file.exists() else None,
                 resume="allow",
                 config=asdict(config) | {"parameters": parameters},
                 settings=wandb.Settings(console="off", silent=True),
             )
-            known.parent.mkdir(exist_ok=True)
-            known.write_text(run.id, "utf-8")
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(run.id, "utf-8")
             # A resume repeats steps, but W&B's own step count can't go back.
             run.define_metric("*", step_metric="step")
             return run

@@ -41,7 +41,7 @@ WINDOW_ROWS = 1024
 def register() -> None:
     """Register this module's attention with transformers, and that it needs no mask."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, lambda **_: None)
 
 
 @dataclass
@@ -157,10 +157,6 @@ def _attention(
     window, scale = options.get("sliding_window"), options.get("scaling")
     out = whole_attention(query, key, value, options["borders"], window=window, scale=scale)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _no_mask(**_: Any) -> None:
-    return None
 
 
 def _styles(model: nn.Module, *, sequence: bool) -> dict[str, ParallelStyle]:

@@ -138,8 +138,8 @@ class _Evaluator:
         context.collect(None)  # a barrier: all ranks start the clock together
         began = time.perf_counter()
         tell = (lambda done: progress(done, len(self.sequences))) if progress else None
-        found = token_losses(model, self.sequences, plan=plan, context=context, progress=tell)
-        losses = dict(found)
+        pairs = token_losses(model, self.sequences, plan=plan, context=context, progress=tell)
+        losses = dict(pairs)
         return self._result(name, losses, time.perf_counter() - began)
 
     def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> StrategyResult:

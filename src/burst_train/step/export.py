@@ -65,10 +65,10 @@ def _load(model: Any, weights: dict[str, Tensor], source: object) -> None:
         raise ValueError(f"{source} has no weights for {', '.join(left)}")
 
 
-def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | None:
+def saved_dtype(config: PreTrainedConfig, name: str = "auto") -> torch.dtype | None:
     """Return the dtype of ``--save-dtype``; ``auto`` is a loaded model's if it has 16 bits. None: as trained."""
-    if asked != "auto":
-        return getattr(torch, asked)
+    if name != "auto":
+        return getattr(torch, name)
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else None
 
 

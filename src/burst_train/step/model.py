@@ -190,7 +190,7 @@ def build_model(
         compared = root = Compared(model.train(), plan, sequence=sharing.name == "tensor-sequence")
         if memory.optimizer_offload:
             raise ValueError(f"--optimizer-offload is not for --strategy {sharing.name}; leave it out")
-        _save_memory(model, memory)
+        memory.of_layers.apply(model.model)
         compared.cut(mesh[CONTEXT])
         everyone = mesh[DATA]  # FSDP2 shards over the data-parallel groups. It also keeps fp32 weights for bf16
     else:
@@ -260,11 +260,6 @@ def _with_weights(
 def model_in(root: nn.Module) -> Any:
     """Return the transformers model of :func:`build_model`'s result."""
     return root.model if isinstance(root, Compared) else root
-
-
-def _save_memory(model: PreTrainedModel, memory: MemoryConfig) -> None:
-    """Apply ``memory`` to a model that is cut over ranks to be compared."""
-    memory.of_layers.apply(model.model)
 
 
 def _load_weights(name: str, config: PreTrainedConfig, how: Mapping[str, str], dtype: torch.dtype) -> PreTrainedModel:

@@ -86,17 +86,15 @@ def check_scaled(positions: int, scaling: str, *, model: str, seq_len: int) -> N
         )
 
 
-def _check_raised(config: Any, model: str, asked: int, own: int) -> None:
+def _check_raised(config: Any, model: str, most: int, own: int) -> None:
     """Raise ValueError if ``--max-positions`` would lower the positions, or add some whose weights are not there."""
-    if asked < own:
-        raise ValueError(
-            f"--max-positions {asked} would lower the {own:,} positions of --model {model!r}; leave it out"
-        )
+    if most < own:
+        raise ValueError(f"--max-positions {most} would lower the {own:,} positions of --model {model!r}; leave it out")
     more = deepcopy(config)
-    more.max_position_embeddings = asked
+    more.max_position_embeddings = most
     if _shapes(more) != _shapes(config):
         raise ValueError(
-            f"--max-positions {asked}: the {own:,} positions of --model {model!r} are learned weights, and there are "
+            f"--max-positions {most}: the {own:,} positions of --model {model!r} are learned weights, and there are "
             "no more; lower --seq-len"
         )
 

@@ -28,7 +28,9 @@ def shard_parameters(
     policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
     offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for module in model.modules():
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)) and _may_be_idle(model):
+        # All tokens of a rank may go to experts without weights (LongCat-Flash).
+        experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if experts and getattr(model.config, "zero_expert_num", None):
             module.register_forward_hook(hf.token_wise(_counts_all))
     for layer in sharded_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offloading)
@@ -40,11 +42,6 @@ def shard_parameters(
             module.set_force_sum_reduction_for_comms(True)
             if mesh.device_type == "cpu":
                 module.set_custom_reduce_scatter(SumByRank())  # type: ignore[arg-type]
-
-
-def _may_be_idle(model: Any) -> bool:
-    """Return whether a rank's tokens may all go to experts without weights (LongCat-Flash)."""
-    return bool(getattr(model.config, "zero_expert_num", None))
 
 
 def _counts_all(module: nn.Module, _: Any, output: Tensor) -> Tensor:

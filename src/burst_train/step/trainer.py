@@ -19,7 +19,7 @@ from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
 
 from ..checkpoint.saving import resumable, resume
-from ..checkpoint.snapshot import Run
+from ..checkpoint.snapshot import TrainingState
 from ..config import TrainConfig
 from ..data.sequences import ReadAhead, TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
@@ -35,7 +35,7 @@ from .optim import clip_by_global_norm, make_optimizer, make_schedule
 READ_AHEAD = 2  # steps
 
 
-class Trainer(Run):
+class Trainer(TrainingState):
     """One rank of a training run."""
 
     def __init__(self, config: TrainConfig, context: RankContext) -> None:
@@ -90,7 +90,7 @@ class Trainer(Run):
         notes = self.notes
         if self.config.model.lora is not None:
             sizes = [(p.requires_grad, p.numel()) for p in self.model.parameters()]
-            trained, frozen = (sum(size for wanted, size in sizes if wanted is each) for each in (True, False))
+            trained, frozen = (sum(size for wanted, size in sizes if wanted is flag) for flag in (True, False))
             notes.append(f"--lora trains {trained:,} parameters; {frozen:,} are frozen")
         if self.resumed is not None:
             resume(self, self.resumed, notes.append)
@@ -152,10 +152,10 @@ class Trainer(Run):
         return self.plan.transport.waited + self.plan.agreement.transport.waited
 
     def _mfu(self, flops: Sequence[int | None], seconds: float) -> float | None:
-        known = [n for n in flops if n is not None]
-        if not self.peak or len(known) < len(flops):
+        numbers = [n for n in flops if n is not None]
+        if not self.peak or len(numbers) < len(flops):
             return None
-        return sum(known) / seconds / (self.peak * self.context.world)
+        return sum(numbers) / seconds / (self.peak * self.context.world)
 
     @property
     def tokens_per_step(self) -> int:

@@ -36,11 +36,11 @@ def check_trainer(kind: type) -> None:
     """Refuse a class that is not a Trainer, or a TRL trainer that we have not tested."""
     if not issubclass(kind, Trainer):
         raise TypeError(f"{kind.__name__} is not a Trainer; write class {kind.__name__}(BurstMixin, Trainer)")
-    own = [each for each in kind.__mro__ if each.__module__.startswith("trl.") and issubclass(each, Trainer)]
-    for each in own:
-        if not each.__name__.startswith("_") and each.__name__ not in _TRL:
+    own = [base for base in kind.__mro__ if base.__module__.startswith("trl.") and issubclass(base, Trainer)]
+    for base in own:
+        if not base.__name__.startswith("_") and base.__name__ not in _TRL:
             raise TypeError(
-                f"{each.__name__} is not supported with BurstMixin; choose one of Trainer, {', '.join(_TRL)}"
+                f"{base.__name__} is not supported with BurstMixin; choose one of Trainer, {', '.join(_TRL)}"
             )
 
 
@@ -153,8 +153,8 @@ def counted(model: Any, labels: torch.Tensor) -> int:
 
 def launched_config() -> ParallelismConfig | None:
     """Return the settings of ``accelerate launch --use_parallelism_config``, which an Accelerator reads; or None."""
-    asked = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-    return ParallelismConfig() if asked else None
+    wants_config = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return ParallelismConfig() if wants_config else None
 
 
 def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
