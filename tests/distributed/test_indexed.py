@@ -195,6 +195,17 @@ def test_what_is_refused_by_name():
     assert "has 'indexed_attention', which has no cache over ranks; generate on one rank" in refused(generate)
 
 
+def test_blocks_that_are_not_certain_are_refused_when_parallelized():
+    """More blocks that are always chosen than are chosen: their scores are equal, and stock's order decides."""
+    many, heads = make_indexed(BLOCKS, index_local_blocks=4), make_indexed(BLOCKS, index_n_heads=4)
+
+    def parallelized(model):
+        return refused(lambda group: hf.parallelize(copy.deepcopy(model), group) and None)
+
+    assert "index_local_blocks=4 of the configuration is more than index_topk_blocks=3" in parallelized(many)
+    assert "index_n_heads=4 of the configuration is not num_key_value_heads=2" in parallelized(heads)
+
+
 def test_generation_on_one_rank_and_back():
     model, ids = make_indexed("glm_moe_dsa"), tokens(48)
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)

@@ -76,7 +76,24 @@ def check_parts(reading: Reading, body: Reading, layout: str) -> None:
     check_rope(text)
     structure.check_structure(body)
     structure.check_exchanges(body)
+    _check_blocks(body, text)
     attached.check_random(reading, body, dropout=False)
+
+
+def _check_blocks(body: Reading, config: Any) -> None:
+    """Refuse an indexer of blocks of keys (MiniMax M3) whose choice is not certain, or not one for each key head."""
+    for indexer in (part.module for part in body.of(Kind.INDEXER)):
+        local, most = getattr(indexer, "local_blocks", 0), getattr(indexer, "topk_blocks", 0)
+        if local > most:
+            raise ValueError(
+                f"index_local_blocks={local} of the configuration is more than index_topk_blocks={most}, so the order "
+                f"of equal scores decides which are chosen; set at most {most}"
+            )
+        if most and indexer.num_heads != config.num_key_value_heads:
+            raise ValueError(
+                f"index_n_heads={indexer.num_heads} of the configuration is not num_key_value_heads="
+                f"{config.num_key_value_heads}, and each key-value head needs its own choice; make them equal"
+            )
 
 
 def attention_windows(model: Any) -> list[Reach]:
