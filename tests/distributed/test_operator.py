@@ -116,7 +116,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (22, "a5c647cdf1a5")
+LAST = (23, "da0c1fb4ba4e")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

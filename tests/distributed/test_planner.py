@@ -69,7 +69,7 @@ def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyP
     chosen = alone.choose(4096, mask=Mask(), strategy=Strategy(), rank=0, world=4)
     layouts = {each.layout for each in plans}
     assert layouts == {chosen.layout.name}
-    shape = alone.known
+    shape = alone.call_shape
     assert shape is not None
     found = {each.planner.choose_call(each.schedule, shape) for each in plans}
     assert found == {alone.choose_call(chosen, shape)}

@@ -141,7 +141,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 22
+FORMULA_VERSION = 23
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
