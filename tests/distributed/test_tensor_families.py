@@ -20,6 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 def model_of(kind, own):
     """A tiny model, with the same random weights on every rank."""
     config = copy.deepcopy(built(kind)[0])
+    if kind == "minimax_m3_vl_text":  # its indexers can't be cut
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
     for name, value in own.items():
         setattr(config, name, value)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -63,6 +65,13 @@ def test_a_weight_for_each_head_that_the_plan_leaves_out_is_refused():
     with torch.device("meta"):
         model = model_class("cohere")(config)
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_norm.weight is used by heads .* leaves it out"):
+        plan_of(model, 2)
+
+
+def test_indexers_are_refused():
+    with torch.device("meta"):
+        model = model_class("minimax_m3_vl_text")(built("minimax_m3_vl_text")[0])
+    with pytest.raises(ValueError, match=r"indexer \(MiniMaxM3VLIndexer\) chooses keys, which no tensor-parallel axis"):
         plan_of(model, 2)
 
 

@@ -21,7 +21,7 @@ from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from ..reading import Reading, read
+from ..reading import Kind, Reading, read
 from ..reading.attached import hooks_of, origin_of
 from ..versions import TESTED
 from .parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
@@ -128,6 +128,8 @@ def check_contexts(cut: Cut, ranks: list[int], chunks: int) -> None:
 def plan_of(model: Any, ranks: int, shared: int | None = None) -> tuple[dict[str, str], int]:
     """Return each part's style by name, and over how many ranks heads are cut; ``shared``: how many share experts."""
     _check(model, ranks)
+    if indexers := read(model).of(Kind.INDEXER):
+        raise ValueError(f"{indexers[0]} chooses keys, which no tensor-parallel axis has yet; use hf.parallelize alone")
     plan = _styles_of(model, ranks, ranks if shared is None else shared)
     return plan, _ranks_of_heads(model, plan, ranks)
 
