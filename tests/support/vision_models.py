@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from burst_attention.integrations.hf.call import vision
 from burst_attention.integrations.hf.reading.forwards import body_of
+from burst_attention.integrations.hf.reading.parts import text_of
 from tests.tools import families
 
 # Numbers of special tokens, all below families.VOCABULARY; ordinary tokens are smaller than the first.
@@ -100,7 +100,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float64, implementation: s
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     if families.mixers_of(model):  # their decays and sums over the sequence magnify the fp32 in modeling files
-        inner = vision.text_of(model)
+        inner = text_of(model)
         exact = families.double_module(type(inner).__module__.split(".")[-2])
         for part in inner.modules():
             part.__class__ = getattr(exact, type(part).__name__, type(part))
