@@ -106,8 +106,7 @@ def burst_attention(
 
     Source: BurstAttention (arXiv 2403.09347), equations 2 to 4 and algorithm 2.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
+    check_plan(plan)
     # The operator guards its own part again: a compiled graph holds the split of heads, and calls the operator later.
     with plan.agreement.entering("burst_attention", once=True):
         scale, softcap = check_types(q, k, v, scale, kernel, softcap=softcap, sinks=sinks)
@@ -152,15 +151,26 @@ def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = Non
     return wanted if sinks is None else wanted + SINKS * sinks.requires_grad
 
 
-def check_types(
-    q: Any, k: Any, v: Any, scale: Any, kernel: Any, *, softcap: Any = None, sinks: Any = None
-) -> tuple[float | None, float | None]:
-    """Return (scale, softcap) as floats; raise TypeError or ValueError for arguments that an operator can't take."""
-    for name, x in (("q", q), ("k", k), ("v", v), *([] if sinks is None else [("sinks", sinks)])):
+def check_plan(plan: Any) -> None:
+    """Raise TypeError if ``plan`` is no Plan. Only this rank raises; it can't notify others without a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
+
+
+def check_plain(**tensors: Any) -> None:
+    """Raise TypeError unless these arguments, by name, are plain tensors."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
         if is_dtensor(x):
             raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
+
+
+def check_types(
+    q: Any, k: Any, v: Any, scale: Any, kernel: Any, *, softcap: Any = None, sinks: Any = None
+) -> tuple[float | None, float | None]:
+    """Return (scale, softcap) as floats; raise TypeError or ValueError for arguments that an operator can't take."""
+    check_plain(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
     number, cap = check_scale(scale, q.dtype), check_softcap(softcap, q.dtype)
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")

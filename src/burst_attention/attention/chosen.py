@@ -25,7 +25,18 @@ from ..kernels.reference import Reference
 from ..plan.program import Program
 from ..plan.rows import Direction, Side
 from ..plan.tile import Tiles
-from .call import KEY, QUERY, SINKS, VALUE, check_scale, check_sinks, check_tensors, gradients_wanted
+from .call import (
+    KEY,
+    QUERY,
+    SINKS,
+    VALUE,
+    check_plain,
+    check_plan,
+    check_scale,
+    check_sinks,
+    check_tensors,
+    gradients_wanted,
+)
 from .passes import (
     Backward,
     Forward,
@@ -33,7 +44,6 @@ from .passes import (
     Running,
     Tensors,
     check_transforms,
-    is_dtensor,
     lost_rows,
     refuse_second,
     rounded_gradients,
@@ -68,7 +78,7 @@ def choose_keys(q: Tensor, k: Tensor, weights: Tensor, plan: Plan, *, count: int
     Raises:
         TypeError, ValueError: an argument can't be used, here or on another rank, or ranks disagree; on every rank.
     """
-    _check_plan(plan)
+    check_plan(plan)
     with plan.agreement.entering(_CHOICE, once=True), torch.no_grad():
         _check_choice(q, k, weights, plan, count)
         number = check_scale(scale, torch.float32)
@@ -96,7 +106,7 @@ def choose_blocks(q: Tensor, k: Tensor, plan: Plan, *, count: int, size: int, lo
     Raises:
         TypeError, ValueError: as for :func:`choose_keys`.
     """
-    _check_plan(plan)
+    check_plan(plan)
     with plan.agreement.entering(_CHOICE, once=True), torch.no_grad():
         _check_choice(q, k, None, plan, count)
         for name, value, least in (("size", size, 1), ("local", local, 0)):
@@ -134,7 +144,7 @@ def chosen_attention(
     Raises:
         TypeError, ValueError: an argument can't be used, here or on another rank, or ranks disagree; on every rank.
     """
-    _check_plan(plan)
+    check_plan(plan)
     with plan.agreement.entering(_ATTENTION, once=True):
         _check_attention(q, k, v, indices, sinks, plan)
         number = check_scale(scale, q.dtype)
@@ -144,11 +154,6 @@ def chosen_attention(
         at = indices.unsqueeze(1) if indices.dim() == 3 else indices
     out, lse, _ = attend_chosen(q, k, v, at, sinks, plan.handle, number, wanted)
     return out, lse
-
-
-def _check_plan(plan: Any) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
 
 
 def _check_whole_heads(plan: Plan) -> None:
@@ -164,7 +169,7 @@ def _check_whole_heads(plan: Plan) -> None:
 def _check_choice(q: Any, k: Any, weights: Any, plan: Plan, count: Any) -> None:
     """Raise TypeError or ValueError unless a choice can be made of these."""
     _check_whole_heads(plan)
-    _check_kinds(q=q, k=k, **({} if weights is None else {"weights": weights}))
+    check_plain(q=q, k=k, **({} if weights is None else {"weights": weights}))
     check_tensors(q, k, k, plan.length, plan.keys_apart) if k.shape[1:2] == (1,) else _refuse_shape("k", k, "1 head")
     if weights is not None:
         if not weights.dtype.is_floating_point or weights.device != q.device:
@@ -182,7 +187,7 @@ def _check_choice(q: Any, k: Any, weights: Any, plan: Plan, count: Any) -> None:
 def _check_attention(q: Any, k: Any, v: Any, indices: Any, sinks: Any, plan: Plan) -> None:
     """Raise TypeError or ValueError unless attention can be computed of these."""
     _check_whole_heads(plan)
-    _check_kinds(q=q, k=k, v=v, indices=indices, **({} if sinks is None else {"sinks": sinks}))
+    check_plain(q=q, k=k, v=v, indices=indices, **({} if sinks is None else {"sinks": sinks}))
     check_tensors(q, k, v, plan.length, plan.keys_apart)
     if sinks is not None:
         check_sinks(sinks, q)
@@ -191,12 +196,6 @@ def _check_attention(q: Any, k: Any, v: Any, indices: Any, sinks: Any, plan: Pla
     of_heads = indices.dim() == 4 and indices.shape[1] in (1, k.shape[1])
     if not (of_heads or indices.dim() == 3) or (indices.shape[0], indices.shape[-2]) != (q.shape[0], q.shape[2]):
         _refuse_shape("indices", indices, f"[{q.shape[0]}, {q.shape[2]}, count]")
-
-
-def _check_kinds(**tensors: Any) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor) or is_dtensor(x):
-            raise TypeError(f"{name} is a {type(x).__name__}; pass this rank's shard of the sequence as a plain tensor")
 
 
 def _refuse_shape(name: str, x: Tensor, wanted: str) -> None:
@@ -264,42 +263,39 @@ class _Choice:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChosenForward(Forward):
-    """(out, lse) of chosen rows."""
+class _OfChosen(Pass):
+    """A pass over chosen rows: choices stay with the queries, and positions circulate with the keys."""
 
     choice: _Choice
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        choice = self.choice
-        return {Side.QUERY: (self.q, choice.indices), Side.KEY: (self.k, self.v, choice.positions)}
+        own = super().own
+        return {Side.QUERY: (*own[Side.QUERY], self.choice.indices), Side.KEY: (*own[Side.KEY], self.choice.positions)}
 
     payload = Pass.payload
 
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        (q, indices), (k, v, positions) = query, key
-        at = chosen.rows_of(indices, positions[0, 0], tiles, self.choice.span)
-        return {Side.QUERY: chosen.forward(q, k, v, at, self.scale)}
+    def rows(self, indices: Tensor, positions: Tensor, tiles: Tiles) -> Tensor:
+        """Return which rows of a key shard each query has chosen and sees."""
+        return chosen.rows_of(indices, positions[0, 0], tiles, self.choice.span)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChosenBackward(Backward):
+class ChosenForward(_OfChosen, Forward):
+    """(out, lse) of chosen rows."""
+
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
+        (q, indices), (k, v, positions) = query, key
+        return {Side.QUERY: chosen.forward(q, k, v, self.rows(indices, positions, tiles), self.scale)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChosenBackward(_OfChosen, Backward):
     """Gradients of chosen rows. Sums for foreign keys go home."""
-
-    choice: _Choice
-
-    @property
-    def own(self) -> Mapping[Side, Tensors]:
-        choice = self.choice
-        assert self.stats is not None
-        query = self.dout, self.q, self.stats, choice.indices
-        return {Side.QUERY: query, Side.KEY: (self.k, self.v, choice.positions)}
-
-    payload = Pass.payload
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         (dout, q, stats, indices), (k, v, positions) = query, key
-        at = chosen.rows_of(indices, positions[0, 0], tiles, self.choice.span)
+        at = self.rows(indices, positions, tiles)
         dq, dk, dv = chosen.backward(dout, q, k, v, stats[..., 0], stats[..., 1], at, self.scale)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
