@@ -25,6 +25,7 @@ from ..classes import Converted
 from ..running import ALONE, running_plans
 from . import checks
 from .checks import MaskRequest
+from .own_attention import Recorded, name_of, unknown
 
 
 class Indexed(Converted):
@@ -64,9 +65,9 @@ class _IndexerCall(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if scores := next((each for each in args if isinstance(each, (_Scores, _Blocks))), None):
+        if scores := next((each for each in args if isinstance(each, Recorded)), None):
             return scores.changed_by(func, args, kwargs)
-        name, length = _name(func), self.plan.length
+        name, length = name_of(func), self.plan.length
         if name == "matmul" and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
             a, b = args
             keys_last, of_blocks = b.shape[1::2] == (1, length), hasattr(self.module, "block_size")
@@ -92,18 +93,11 @@ class _IndexerCall(TorchFunctionMode):
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that :func:`choose_keys` does not compute."""
-        return ValueError(
-            f"{type(self.module).__name__} {what} its scores, which is not known here; run the model without "
-            "hf.parallelize"
-        )
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "").strip("_")
+        return unknown(self.module, f"{what} its scores")
 
 
 @dataclass(frozen=True, eq=False)
-class _Scores:
+class _Scores(Recorded):
     """Stands for the scores of an indexer: q [B, S, H, D] times keys [B, 1, D, S], and what was made of them."""
 
     call: _IndexerCall
@@ -140,14 +134,9 @@ class _Scores:
         found = choose_keys(q, self.keys.mT, weights, self.call.plan, count=count, scale=self.scale)
         return SimpleNamespace(indices=found)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle torch functions outside of the indexer's forward."""
-        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
-
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the scores."""
-        name = _name(func)
+        name = name_of(func)
         if name == "relu" and args[0] is self and self.weights is None:
             return replace(self, clipped=True)
         if name == "matmul" and args[1] is self and self.clipped and self.weights is None:
@@ -161,7 +150,7 @@ class _Scores:
 
 
 @dataclass(frozen=True, eq=False)
-class _Blocks:
+class _Blocks(Recorded):
     """Stands for MiniMax M3's scores: q [B, H, S, D] times keys [B, 1, S, D], and which operations they have seen.
 
     Its indexer hides later keys, fills up the last block, takes each block's greatest score, and raises those of the
@@ -195,14 +184,9 @@ class _Blocks:
         found = choose_blocks(self.q, self.keys, self.call.plan, **sizes)
         return found, found  # its forward marks the places of scores that are -inf
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle torch functions outside of the indexer's forward."""
-        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
-
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the scores."""
-        return self._after(_name(func), _name(func) == "pad" and kwargs.get("value") == -torch.inf)
+        return self._after(name_of(func), name_of(func) == "pad" and kwargs.get("value") == -torch.inf)
 
     def _after(self, name: str, known: bool) -> _Blocks:
         if not known:

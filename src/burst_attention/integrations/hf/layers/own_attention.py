@@ -64,9 +64,9 @@ class _LayerCall(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if scores := next((each for each in args if isinstance(each, _Scores)), None):
+        if scores := next((each for each in args if isinstance(each, Recorded)), None):
             return scores.changed_by(func, args, kwargs)
-        name, factors, scale = _name(func), args, 1.0
+        name, factors, scale = name_of(func), args, 1.0
         if name == "scaled_dot_product_attention":  # only if the layer's implementation is torch's, not ours
             raise self.refuse("hides")
         if name == "baddbmm" and len(args) == 3 and not args[0].any():
@@ -79,10 +79,7 @@ class _LayerCall(TorchFunctionMode):
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that our attention can't give."""
-        return ValueError(
-            f"{type(self.module).__name__} {what} its attention scores, which is not known here; run the model "
-            "without hf.parallelize"
-        )
+        return unknown(self.module, f"{what} its attention scores")
 
     def is_mask(self, seen: Tensor) -> bool:
         """Return whether a mask of local keys is the layer's own: causal, and its window."""
@@ -109,12 +106,31 @@ class _LayerCall(TorchFunctionMode):
         return out if v.dim() == 4 else out.flatten(0, 1)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """Return the name of a torch function, without underscores."""
     return getattr(func, "__name__", "").strip("_")
 
 
+def unknown(module: Any, what: str) -> ValueError:
+    """Return the error for a module whose code does something to a stand-in that is not known."""
+    return ValueError(f"{type(module).__name__} {what}, which is not known here; run the model without hf.parallelize")
+
+
+class Recorded:
+    """A stand-in for scores. It records what torch functions make of it, or raises an error."""
+
+    def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function makes of the stand-in."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle torch functions outside of the module's forward."""
+        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
+
+
 @dataclass(frozen=True, eq=False)
-class _Scores:
+class _Scores(Recorded):
     """Stands for scores, or for their softmax."""
 
     layer: _LayerCall
@@ -179,14 +195,9 @@ class _Scores:
             q, k = (x.unflatten(0, (values.shape[0], -1)) for x in (q, k))
         return self.layer.attend(q, k, values, self.scale, self.dropped)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle torch functions outside of the layer's forward."""
-        return next(each for each in args if isinstance(each, cls)).changed_by(func, args, kwargs or {})
-
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the scores, its first argument unless noted."""
-        name, first = _name(func), args[0] is self
+        name, first = name_of(func), args[0] is self
         if name in ("matmul", "bmm") and first:
             return self @ args[1]
         if name in ("add", "radd"):
