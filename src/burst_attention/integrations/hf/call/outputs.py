@@ -68,13 +68,13 @@ class Call:
 
     given: Mapping[str, Any]
     rows: BatchRows
-    items: float | None  # num_items_in_batch
-    keep: int  # logits_to_keep
-    whole: bool  # whether the caller wants the logits of all tokens
-    states: Any  # the hidden states that the caller wants: all (True), none (False), or by their numbers
-    router: bool  # whether the caller wants the router loss of a mixture of experts
-    own: bool  # whether a custom forward or loss of the model runs on whole hidden states
     plans: Plans
+    items: float | None = None  # num_items_in_batch
+    keep: int = 0  # logits_to_keep
+    whole: bool = False  # whether the caller wants the logits of all tokens
+    states: Any = False  # the hidden states that the caller wants: all (True), none (False), or by their numbers
+    router: bool = False  # whether the caller wants the router loss of a mixture of experts
+    own: bool = False  # whether a custom forward or loss of the model runs on whole hidden states
     shard: dict[str, Tensor] = field(default_factory=dict)
 
     @property

@@ -63,9 +63,9 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         if vision.language_model_of(model) is not None:
             vision.check_call(given, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        states = arguments.wanted_states(model, given)
-        whole = given.pop("logits", None) == "gather"
-        call = Call(given, rows, items, keep, whole, states, arguments.wants_router(model, given), own, plans)
+        wants = {"states": arguments.wanted_states(model, given), "whole": given.pop("logits", None) == "gather"}
+        wants["router"] = arguments.wants_router(model, given)
+        call = Call(given, rows, plans, items=items, keep=keep, own=own, **wants)
         fields, outer, inner = _fields(model, call)
     details = {} if state.settings is None else state.settings.details()
     remedies = {"remedy": SAME_BATCH, "remedies": _REMEDIES}
@@ -134,16 +134,17 @@ def run_body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
     if vision.language_model_of(model) is not None:
         return vision.run(model, call)
-    plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
     asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
     if call.states is not False:
         asked |= {"output_hidden_states": call.states, "return_dict": True}
-    with running(plans):
-        return stub_forward.run_body(text_of(model), **_of_body(call, plans), **asked)
+    given = _of_body(call)
+    with running(given["plan"]):
+        return stub_forward.run_body(text_of(model), **given, **asked)
 
 
-def _of_body(call: Call, plans: RunningPlans) -> dict[str, Any]:
-    """Return the arguments of a model's body for this rank's shard."""
+def _of_body(call: Call) -> dict[str, Any]:
+    """Return the arguments of a model's body for this rank's shard, with the plans of the call."""
+    plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
     given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
     tokens = {name: call.shard[name] for name in (given, "position_ids", *arguments.TOKENS) if name in call.shard}
     return {**tokens, "plan": plans, "use_cache": False}
@@ -192,10 +193,10 @@ def shards(model: nn.Module, batch: Mapping[str, Any], *, mask: Mask | None = No
     if state is None:
         raise TypeError(f"model is a {type(model).__name__} that is not parallelized; call hf.parallelize first")
     call = _agreed_on_shards(base, batch, mask)
-    plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
-    shard = Shard(stub_forward.taken(text_of(base), _of_body(call, plans)))
+    given = _of_body(call)
+    shard = Shard(stub_forward.taken(text_of(base), given))
     shard.plan, shard.labels = call.plan, call.shard.get("shift_labels")
-    with running(plans):
+    with running(given["plan"]):
         yield shard
 
 
@@ -217,7 +218,7 @@ def _agreed_on_shards(model: Any, batch: Any, mask: Mask | None) -> Call:
         plans = state.plans.get(rows.shape[1], rows.cu_seqlens, mask)
         if mask is not None and given.get("labels") is not None and given.get("shift_labels") is None:
             rows = replace(rows, targets=plans.one.shift_labels(given["labels"].cpu(), ignore_index=IGNORED))
-        call = Call(given, rows, None, 0, False, False, False, False, plans)
+        call = Call(given, rows, plans)
         fields, _, _ = _fields(model, call)
     details = {} if state.settings is None else state.settings.details()
     state.meeting.agree("hf.shards", fields, details=details, remedy=SAME_BATCH, remedies=_REMEDIES)

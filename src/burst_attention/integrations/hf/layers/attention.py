@@ -101,16 +101,15 @@ class Attention:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             stated = [causal] if request is None else [causal, request.causal]
         with chosen.agreement.entering("burst_attention", once=True):  # other layers may have other plans
-            if isinstance(plan, RunningPlans):
-                checks.check_causal(chosen, stated[plan.masked :])
-                checks.check_lengths(query, key, chosen)
-                plan.check_positions(position_ids)
-            else:
-                checks.check_causal(chosen, stated)
-                checks.check_lengths(query, key, chosen)
+            ours = plan if isinstance(plan, RunningPlans) else None
+            checks.check_causal(chosen, stated[1:] if ours is not None and ours.masked else stated)
+            checks.check_lengths(query, key, chosen)
+            if ours is None:
                 self._by_hand.check(module, query, position_ids, chosen)
+            else:
+                ours.check_positions(position_ids)
             query, key, value = _autocast(query, key, value)
-        if not isinstance(plan, RunningPlans):
+        if ours is None:
             mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
