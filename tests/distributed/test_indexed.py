@@ -12,7 +12,7 @@ from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
-from tests.support.hybrid_models import apart, one_process, over_ranks, tokens
+from tests.support.hybrid_models import apart, check_steps, one_process, tokens
 from tests.support.indexed_models import COUNT, FAMILIES, Choices, make_indexed, noting_choices
 
 HIDDEN, GRADIENTS = 1e-11, 1e-10
@@ -30,13 +30,8 @@ DOCUMENTS = (0, 3, 40, 41, 90)  # with fewer tokens than are chosen, too
 
 
 def check(model, world, documents, *, rows=1, layout="auto", prepare=None):
-    ids = tokens(documents[-1], rows)
-    expected = one_process(model, ids, documents)
-    model.zero_grad()
-    with local_world(world) as ranks:
-        found = ranks.run(lambda group: over_ranks(model, ids, documents, group, layout=layout, prepare=prepare))
-    hidden, loss, (gradient, name) = apart(found, expected)
-    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+    how = {"rows": rows, "layout": layout, "prepare": prepare, "hidden": HIDDEN, "gradients": GRADIENTS}
+    check_steps(model, world, documents, **how)
 
 
 @pytest.mark.parametrize("family", families_but())
@@ -82,17 +77,22 @@ def test_padding(family, side):
         assert (ours - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("family", families_but(BLOCKS))
-def test_choices_equal_one_process_index_by_index(family, monkeypatch):
-    model, ids = make_indexed(family), tokens(120)
+def choices_of(model, ids, world, monkeypatch, **options):
+    """What the indexers choose over ranks, and in one process."""
     alone = copy.deepcopy(model)
     expected = noting_choices(alone)
     alone(ids, use_cache=False)
     choices = Choices(monkeypatch)
-    with local_world(3) as ranks:
-        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids))
-    assert len(choices.found) == len(expected) >= 2
-    for ours, theirs in zip(choices.found, expected, strict=True):
+    with local_world(world) as ranks:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group, **options)(input_ids=ids))
+    return choices.found, expected
+
+
+@pytest.mark.parametrize("family", families_but(BLOCKS))
+def test_choices_equal_one_process_index_by_index(family, monkeypatch):
+    found, expected = choices_of(make_indexed(family), tokens(120), 3, monkeypatch)
+    assert len(found) == len(expected) >= 2
+    for ours, theirs in zip(found, expected, strict=True):
         few = torch.arange(120) < COUNT - 1  # where a query sees fewer, stock also names keys that its mask hides
         assert torch.equal(ours[:, ~few], theirs[:, ~few].sort(-1).values)
         for n in range(COUNT - 1):
@@ -100,16 +100,11 @@ def test_choices_equal_one_process_index_by_index(family, monkeypatch):
 
 
 def test_chosen_blocks_equal_one_process(monkeypatch):
-    model, ids = make_indexed(BLOCKS), tokens(63)
-    alone = copy.deepcopy(model)
-    expected = noting_choices(alone)
-    alone(ids, use_cache=False)
-    choices = Choices(monkeypatch)
-    with local_world(4) as ranks:
-        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group, strategy="burst")(input_ids=ids))
+    model = make_indexed(BLOCKS)
+    found, expected = choices_of(model, tokens(63), 4, monkeypatch, strategy="burst")
     size = model.config.index_block_size
-    assert len(choices.found) == len(expected) == 2
-    for ours, theirs in zip(choices.found, expected, strict=True):
+    assert len(found) == len(expected) == 2
+    for ours, theirs in zip(found, expected, strict=True):
         keys = ours.unflatten(3, (-1, size))
         assert torch.equal(keys[..., 0].where(keys[..., 0] < 0, keys[..., 0] // size), theirs.sort(-1).values)
         assert (ours[:, :, -1] // size == 12).any(-1).all() and (ours[:, :, -1] // size == 11).any(-1).all()  # local

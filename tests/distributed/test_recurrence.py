@@ -26,6 +26,7 @@ from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import (
     FAMILIES,
     apart,
+    check_steps,
     make_hybrid,
     one_process,
     over_ranks,
@@ -40,14 +41,8 @@ HIDDEN, GRADIENTS = 1e-12, 1e-11
 
 
 def check(family, world, documents, layout="auto", rows=2, prepare=None):
-    model = make_hybrid(family)
-    ids = tokens(documents[-1], rows)
-    expected = one_process(model, ids, documents)
-    model.zero_grad()
-    with local_world(world) as ranks:
-        found = ranks.run(lambda group: over_ranks(model, ids, documents, group, layout=layout, prepare=prepare))
-    hidden, loss, (gradient, name) = apart(found, expected)
-    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+    how = {"rows": rows, "layout": layout, "prepare": prepare, "hidden": HIDDEN, "gradients": GRADIENTS}
+    check_steps(make_hybrid(family), world, documents, **how)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
+from burst_attention.testing import local_world
 from tests.tools import families
 
 VOCABULARY = 61
@@ -109,6 +110,17 @@ def over_ranks(model, ids, documents, group, *, layout="auto", prepare=None):
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logits.detach(), loss.item(), gradients
+
+
+def check_steps(model, world, documents, *, rows, layout, prepare, hidden, gradients):
+    """Assert that a step over ranks is one process's, its hidden states and gradients within these bounds."""
+    ids = tokens(documents[-1], rows)
+    expected = one_process(model, ids, documents)
+    model.zero_grad()
+    with local_world(world) as ranks:
+        found = ranks.run(lambda group: over_ranks(model, ids, documents, group, layout=layout, prepare=prepare))
+    states, loss, (gradient, name) = apart(found, expected)
+    assert states <= hidden and loss <= hidden and gradient <= gradients, (states, loss, gradient, name)
 
 
 def _loss(logits, ids, documents):
