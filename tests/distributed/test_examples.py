@@ -170,4 +170,4 @@ def test_code_in_the_pages_stands_by_itself(block, tmp_path):
     script.write_text(block, "utf-8")
     ranks = 2 if "under torchrun" in block else 1
     printed = run_script([script], tmp_path, ranks=ranks)
-    assert printed.count("Plan(rank") == (ranks if re.search(r"print\(plan[,)]", block) else 0)
+    assert printed.count("Plan(rank") == (ranks if re.search(r"print\((shard\.)?plan[,)]", block) else 0)

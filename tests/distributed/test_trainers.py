@@ -324,7 +324,7 @@ def balanced(name, ranks, folder, ours):
     plans = trainer.model._burst.plans._plans.items() if ours else ()
     used = [
         (seqlen, len(borders or ()) - 1, plans.one.layout, max(plans.one.schedule.layout.lengths))
-        for (seqlen, borders), plans in plans
+        for (seqlen, borders, *_), plans in plans
     ]
     return [loss for loss in log if loss is not None], weights, used
 

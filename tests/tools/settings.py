@@ -210,7 +210,7 @@ def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
     """Compare a model over ``WORLD`` ranks with one process: the kind of its outcome, and a reason."""
     models = families.copies_of(subject.fresh)
     given = {"gradients": "sum", "timeout": 60, "strategy": WHOLE_HEADS}
-    spread = False
+    spread = whole = False
     try:
         with local_world(WORLD, timeout=60) as ranks:
             ranks.run(lambda group: hf.parallelize(models[group.rank()], group, **given) and None)
@@ -219,10 +219,13 @@ def over_ranks(subject: Subject, *, packed: bool = True) -> tuple[str, str]:
             found = _stepped(ranks, subject.model, models, expected, families.batch(), again)
             if found or not packed or not _can_be_packed(subject):
                 return ("different", found) if found else ("equal", "")
+            whole = True
             found = _stepped(ranks, subject.model, models, *_packed(subject.model), _packed)
             return ("different", f"packed: {found}") if found else ("equal", "")
     except WorkerError as error:
         text = refusal(error)
+        if text and whole:  # a batch that this model can't take, not a setting
+            return "equal", f"packed: {text.splitlines()[0]}"
         if text:
             return ("late" if spread else "refused"), text.splitlines()[0]
         return "error", first_line(next(each for each in error.errors.values() if each))

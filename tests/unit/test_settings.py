@@ -20,7 +20,7 @@ TURNED = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 
 TRICKY = [
     ("gemma2", {"attn_logit_softcapping": 2.0}, None),
     ("gemma3n_text", SHARED, None),
-    ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}, None),
+    ("minimax_m3_vl_text", {"index_topk_blocks": 1}, None),
     ("llama", {"rope_parameters": {"rope_type": "dynamic"} | TURNED, "max_position_embeddings": 16}, "rope_parameters"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"} | TURNED}, None),
     ("gpt_oss", {"sliding_window": 0}, "sliding_window=0 of the configuration is below 1"),
