@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from burst_attention import burst_attention
 from burst_attention.integrations.hf.layers.attention import Attention
-from tests.tools import families, settings
+from tests.tools import families, releases, settings
 from tests.tools.moves import settings_of
 
 SHARED = {"num_kv_shared_layers": 2}
@@ -94,3 +94,11 @@ def test_the_page_groups_settings_by_reason():
     page = settings.page(made, "2026-01-01")
     assert "| `b=x`, `b=x/y` | one, two | mixes tokens |" in page
     assert "- `c=2` (two): loss by 1e-2" in page
+
+
+def test_code_of_two_releases_is_the_same_but_for_the_caches_names():
+    old = "class A:\n  'Old.'\n  plan = 1\n  def f(self, past_key_values_length):\n    return past_key_values_length\n"
+    new = "class A:\n  plan = 1\n  @renamed('past')\n  def f(self, cache_length):\n    return cache_length\n"
+    assert releases.code_of(old) == releases.code_of("import b\nclass AOutput(ModelOutput):\n  x: int\n" + new)
+    assert releases.code_of(old) != releases.code_of(new.replace("return ", "return 2 * "))
+    assert releases.code_of(old) != releases.code_of(new + "A.f = None\n")
