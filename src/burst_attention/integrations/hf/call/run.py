@@ -181,7 +181,8 @@ def shards(model: nn.Module, batch: Mapping[str, Any], *, mask: Mask | None = No
             shifted, or ``shift_labels``; ``token_type_ids``; and what describes documents and padding, as for the
             model's call. Rows must have the same documents, and padding must be behind the tokens.
         mask: which keys each query sees, in place of documents and padding of the batch. Layers with a window see that
-            much of it. No label crosses a document's border.
+            much of it; recurrent layers and convolutions keep its documents apart and stay causal. No label crosses a
+            document's border.
 
     Raises:
         DisagreementError: on every rank, if batches or masks differ between ranks.
