@@ -202,18 +202,15 @@ class Shifted(LlamaForCausalLM):
         return out
 
 
-def odd_model(name):
-    return Shifted(make_model("llama").config).double() if name == "shifted" else make_model(name)
-
-
 def odd_model_on_rank_1(name):
     """Return the text of this rank's error, and whether a later correct call works."""
     plan = make_plan(SEQLEN, timeout=10)
     labels, good = plan.shard_labels(make_batch()["labels"]), make_model("llama")
+    odd = Shifted(good.config).double() if name == "shifted" else make_model(name)
     hidden = torch.ones(2, plan.length, 32, dtype=torch.float64)
     dist.barrier()
     try:
-        hf.next_token_loss(odd_model(name) if plan.rank == 1 else good, hidden, labels, plan)
+        hf.next_token_loss(odd if plan.rank == 1 else good, hidden, labels, plan)
         reported = "nothing was raised"
     except ValueError as error:
         reported = str(error)
