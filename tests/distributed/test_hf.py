@@ -66,7 +66,7 @@ def on_the_body(name, cu_seqlens, *, layout="zigzag", checkpointing=False, fsdp=
     # transformers' attention finds documents by restarting positions
     positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu_seqlens or (0, 41))])
     described = {"position_ids": positions.repeat(2, 1), "labels": batch["labels"].masked_fill(positions == 0, -100)}
-    how = {"strategy": Strategy(layout=layout), "gradients": "sum", "timeout": 20}
+    how = {"strategy": Strategy(layout=layout), "gradients": "sum", "whole": fsdp, "timeout": 20}
     return equal(alone, batch | described, call=call, prepare=prepare, **how)
 
 

@@ -203,7 +203,7 @@ def sharded(loss, head):
             fully_shard(part)
 
     stock = stock_loss if loss is None else own_loss
-    return equal(alone, plain(), stock=stock, prepare=shard, strategy=fixed_strategy(loss))
+    return equal(alone, plain(), stock=stock, prepare=shard, whole=True, strategy=fixed_strategy(loss))
 
 
 def alone(model):

@@ -37,7 +37,8 @@ def wrapped(how, gradients):
                 part.set_force_sum_reduction_for_comms(True)
         return model
 
-    return equal(model_of("llama"), BATCHES[CASE](), prepare=wrap, strategy=fixed_strategy(how), gradients=gradients)
+    options = {"strategy": fixed_strategy(how), "gradients": gradients, "whole": True}
+    return equal(model_of("llama"), BATCHES[CASE](), prepare=wrap, **options)
 
 
 @pytest.mark.parametrize(("how", "reduction"), [("DDP", "mean"), ("FSDP2", "mean"), ("FSDP2", "sum")])
@@ -206,7 +207,9 @@ def encoder_wrapped(model_type, head, how):
         fully_shard(model)
 
     alone, batch = encoder_models.made(model_type, head), encoder_models.make_batch(head, "padded")
-    return equal(alone, batch, stock=encoder_models.stock_loss, prepare=prepare, strategy=WHOLE_HEADS)
+    return equal(
+        alone, batch, stock=encoder_models.stock_loss, prepare=prepare, whole=how != "compile", strategy=WHOLE_HEADS
+    )
 
 
 @pytest.mark.long

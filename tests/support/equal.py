@@ -107,6 +107,7 @@ def equal(
     prepare: Callable[[Any], Any] = lambda model: None,
     model: Any = None,
     gradients: str = "mean",
+    whole: bool = False,
     dtype: torch.dtype = torch.float32,
     **how: Any,
 ) -> Apart:
@@ -121,6 +122,7 @@ def equal(
         prepare: what is done to the parallelized copy; it may return a wrapper of it.
         model: a parallelized model, in place of a copy of ``alone``.
         gradients: as in ``hf.parallelize``; ``how``: its other options.
+        whole: each rank has whole gradients, as DDP and FSDP2 leave them, in place of parts of a mean or of a sum.
         dtype: the lowest precision in which the case computes.
     """
     copies = iter([copy.deepcopy(alone) if model is None else model for _ in range(threads or 1)])
@@ -133,21 +135,17 @@ def equal(
         return step_of(ours, batch, call if wrapped is None else lambda _, batch: call(wrapped, batch))
 
     if threads is None:
-        steps = _gathered(*rank(), gradients == "sum")
+        loss, own = rank()
+        own = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in own.items()}
+        steps: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(steps, (loss, own))
+        if whole:
+            steps = [(each, own) for each, _ in steps]
     else:
         with local_world(threads, timeout=30) as ranks:
             steps = ranks.run(rank)
     names = dict.fromkeys(name for _, own in steps for name in own)
     parts = {name: [own[name] for _, own in steps if name in own] for name in names}
-    whole = {name: sum(each) / (len(steps) if gradients == "mean" else 1) for name, each in parts.items()}
-    return Alone(alone, batch, stock, dtype).apart((loss for loss, _ in steps), whole)
-
-
-def _gathered(loss: float, own: dict[str, Tensor], summed: bool) -> list[tuple[float, dict[str, Tensor]]]:
-    """Return the steps of all processes. Those that FSDP2 shards are whole on each."""
-    found: list[Any] = [None] * dist.get_world_size()
-    for name, x in own.items():
-        if isinstance(x, DTensor):
-            own[name] = x.full_tensor() / (len(found) if summed else 1)
-    dist.all_gather_object(found, (loss, own))
-    return found
+    share = len(steps) if whole or gradients == "mean" else 1
+    totals = {name: sum(each) / share for name, each in parts.items()}
+    return Alone(alone, batch, stock, dtype).apart((loss for loss, _ in steps), totals)
