@@ -1,6 +1,5 @@
 """Test every PEFT tuner over ranks: loss and gradients equal one process's, or an error names the adapter."""
 
-import copy
 import re
 import tempfile
 import warnings
@@ -35,14 +34,16 @@ def trained(tuner, variant=None, case=CASE, late=False):
     """Return how far a step is from one process's and the largest norm of a gradient there, or the error message."""
     warnings.simplefilter("ignore")
     config, batch = config_of(tuner, variant), BATCHES[case]()
-    base, model = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False), None
-    alone = adapted(copy.deepcopy(base), config).train()
-    strategy = fixed_strategy(tuner) if late else fixed_strategy(tuner, variant)
+    # Both are made anew: a copy would lose the hooks of OSF's parameters.
+    alone, base = (make_model("llama", "sdpa", dtype=torch.float32, use_cache=False) for _ in range(2))
+    alone, strategy = adapted(alone, config).train(), fixed_strategy(tuner, *([] if late else [variant]))
     try:
         if late:  # attach the adapter after the model has run over ranks
             hf.parallelize(base.double(), strategy=strategy, timeout=30)(**batch)
             model = adapted(base, config)
-        found = equal(alone, batch, model=model, strategy=strategy)
+        else:
+            model = hf.parallelize(adapted(base, config).train(), strategy=strategy, timeout=30)
+        found = equal(alone, batch, model=model)
     except (TypeError, ValueError) as refusal:
         return f"{type(refusal).__name__}: {refusal}"
     return found, max(x.grad.norm().item() for x in alone.parameters() if x.grad is not None)
