@@ -1,11 +1,12 @@
 """Test Hugging Face models over ranks: results equal one device's, and all ranks refuse wrong calls together."""
 
+import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, LlamaForCausalLM
@@ -13,64 +14,60 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
-from tests.support.hf_models import (
-    MODELS,
-    SEQLEN,
-    WINDOW,
-    errors_against_the_model,
-    make_batch,
-    make_model,
-    make_plans,
-)
+from tests.support.equal import check, equal
+from tests.support.hf_models import MODELS, SEQLEN, WINDOW, make_batch, make_model, on_shards
 
 DOCUMENTS = (0, 3, 21, 22, 41)
 
 
-def relative(x, y):
-    return ((x - y).norm() / y.norm()).item()
+def described(batch, cu_seqlens):
+    """Return the batch with the documents as transformers' attention finds them, by restarting positions."""
+    borders = cu_seqlens or (0, batch["input_ids"].shape[1])
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(borders)])
+    return batch | {"position_ids": positions.repeat(2, 1), "labels": batch["labels"].masked_fill(positions == 0, -100)}
 
 
-def one_device(name, batch, cu_seqlens):
-    """Return (logits, loss, gradients) of transformers' attention, which finds documents by restarting positions."""
-    model = make_model(name, "sdpa")
-    rows, seqlen = batch["input_ids"].shape
-    positions = torch.arange(seqlen)
-    targets = batch["labels"].roll(-1, 1)
-    for start, stop in zip(cu_seqlens or (0,), (cu_seqlens or (0,))[1:] or (seqlen,), strict=False):
-        positions[start:stop] = torch.arange(stop - start)
-        targets[:, stop - 1] = -100
-    logits = model(batch["input_ids"], position_ids=positions.repeat(rows, 1), use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss.backward()
-    return logits.detach(), loss.item(), {key: p.grad for key, p in model.named_parameters()}
+class LossModel(torch.nn.Module):
+    """An FSDP root whose forward returns the loss; it keeps the hidden states."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, shard):
+        hidden = self.model.model(**shard).last_hidden_state
+        self.hidden = hidden.detach()
+        return next_token_loss(hidden, self.model.lm_head.weight, shard.labels, shard.plan)
 
 
-def distributed_loss(model, shard):
-    out = model.model(**shard).last_hidden_state
-    return out, next_token_loss(out, model.lm_head.weight, shard.labels, shard.plan)
+def on_the_body(name, cu_seqlens, *, layout="zigzag", checkpointing=False, fsdp=False):
+    """Compare loss and gradients, which are sums over ranks, and logits."""
+    batch, alone = make_batch(41), make_model(name, "sdpa").train()
+    if checkpointing:
+        alone.gradient_checkpointing_enable({"use_reentrant": False})
 
+    def prepare(model):
+        root, mesh = LossModel(model), init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*model.model.layers, root) if fsdp else ():
+            fully_shard(part, mesh=mesh)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        return root
 
-def parallelized(name, layout="zigzag"):
-    return hf.parallelize(make_model(name).train(), strategy=Strategy(layout=layout), timeout=20)
+    def call(root, described):
+        with hf.shards(root.model, batch, mask=Mask(cu_seqlens=cu_seqlens)) as shard:
+            loss = root(shard)
+        if not fsdp:
+            logits = shard.plan.unshard(root.model.lm_head(root.hidden).detach(), 1)
+            expected = alone(**{name: described[name] for name in ("input_ids", "position_ids")}, use_cache=False)
+            assert (logits - expected.logits).norm() <= 2e-6 * expected.logits.norm()
+        return loss
 
-
-def errors_of_model(name, seqlen, cu_seqlens, options):
-    """Return relative errors of logits, loss and every parameter's gradient, summed over ranks."""
-    batch = make_batch(seqlen)
-    expected = one_device(name, batch, cu_seqlens)
-    model = parallelized(name, options.get("layout", "zigzag"))
-    if options.get("checkpointing"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with hf.shards(model, batch, mask=Mask(cu_seqlens=cu_seqlens)) as shard:
-        hidden, loss = distributed_loss(model, shard)
-    loss.backward()
-    logits = shard.plan.unshard(model.lm_head(hidden).detach(), 1)
-    errors = {"logits": relative(logits, expected[0]), "loss": abs(loss.item() - expected[1]) / expected[1]}
-    for key, parameter in model.named_parameters():
-        gradient = parameter.grad.clone()
-        dist.all_reduce(gradient)
-        errors[key] = relative(gradient, expected[2][key])
-    return errors
+    # transformers' attention finds documents by restarting positions
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu_seqlens or (0, 41))])
+    described = {"position_ids": positions.repeat(2, 1), "labels": batch["labels"].masked_fill(positions == 0, -100)}
+    how = {"strategy": Strategy(layout=layout), "gradients": "sum", "whole": fsdp, "timeout": 20}
+    return equal(alone, batch | described, call=call, prepare=prepare, **how)
 
 
 @pytest.mark.parametrize(
@@ -84,44 +81,12 @@ def errors_of_model(name, seqlen, cu_seqlens, options):
     ],
 )
 def test_equals_the_one_device_model(pools, name, world, cu_seqlens, options):
-    for errors in pools(world).run(errors_of_model, name, 41, cu_seqlens, options):
-        assert max(errors.values()) <= 2e-6, errors
-
-
-class LossModel(torch.nn.Module):
-    """An FSDP root whose forward returns the loss."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, shard):
-        return distributed_loss(self.model, shard)[1]
-
-
-def errors_under_fsdp(name):
-    batch = make_batch(41)
-    expected = one_device(name, batch, DOCUMENTS)
-    root = LossModel(parallelized(name))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in root.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh)
-    for module in (*root.model.model.layers, root):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    with hf.shards(root.model, batch, mask=Mask(cu_seqlens=DOCUMENTS)) as shard:
-        loss = root(shard)
-    loss.backward()
-    errors = {"loss": abs(loss.item() - expected[1]) / expected[1]}
-    for key, parameter in root.model.named_parameters():
-        errors[key] = relative(parameter.grad.full_tensor(), expected[2][key])
-    return errors
+    found = pools(world).run(partial(on_the_body, name, cu_seqlens, **options))
+    check(*found, loss=2e-6, gradient=2e-6)
 
 
 def test_the_body_under_fsdp(pools):
-    for errors in pools(2).run(errors_under_fsdp, "gemma3"):
-        assert max(errors.values()) <= 2e-6, errors
+    check(*pools(2).run(partial(on_the_body, "gemma3", DOCUMENTS, fsdp=True)), loss=2e-6, gradient=2e-6)
 
 
 def raised(call):
@@ -220,20 +185,11 @@ def test_inference_mode(pools):
     )
 
 
-def summed(gradient):
-    total = gradient.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def errors_over_ranks(name):
-    return errors_against_the_model(name, make_plans(name, 41, timeout=20, layout="zigzag"), summed)
-
-
 @pytest.mark.parametrize("name", ["cohere2", "gemma3 capped", "phi"])
 def test_loss_and_gradients_of_a_models_own_logits(pools, name):
-    for errors, from_plain in pools(3).run(errors_over_ranks, name, timeout=60.0):
-        assert max(errors) <= 1
+    how = {"strategy": Strategy(layout="zigzag"), "timeout": 20}
+    for found, from_plain in pools(3).run(partial(on_shards, name, 41, **how), timeout=60.0):
+        check(found)
         assert from_plain > 1e-3, "the product alone would do"
 
 
@@ -246,18 +202,15 @@ class Shifted(LlamaForCausalLM):
         return out
 
 
-def odd_model(name):
-    return Shifted(make_model("llama").config).double() if name == "shifted" else make_model(name)
-
-
 def odd_model_on_rank_1(name):
     """Return the text of this rank's error, and whether a later correct call works."""
     plan = make_plan(SEQLEN, timeout=10)
     labels, good = plan.shard_labels(make_batch()["labels"]), make_model("llama")
+    odd = Shifted(good.config).double() if name == "shifted" else make_model(name)
     hidden = torch.ones(2, plan.length, 32, dtype=torch.float64)
     dist.barrier()
     try:
-        hf.next_token_loss(odd_model(name) if plan.rank == 1 else good, hidden, labels, plan)
+        hf.next_token_loss(odd if plan.rank == 1 else good, hidden, labels, plan)
         reported = "nothing was raised"
     except ValueError as error:
         reported = str(error)

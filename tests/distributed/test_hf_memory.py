@@ -1,7 +1,6 @@
 """Recomputation, chunks of heads and tokens, and offload change no loss and no gradient of a parallelized model."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading import known
 from tests.distributed import test_hf_parallel
-from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
+from tests.distributed.test_hf_parallel import BATCHES
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.equal import check, equal, own_loss, stock_loss
 from tests.support.hf_models import MIXED, SMALL, WHOLE_HEADS, WINDOW
 from tests.support.hybrid_models import make_hybrid
 from tests.tools import families
@@ -55,15 +55,12 @@ def one_process(model, batch):
     return stock_loss(model, batch)
 
 
-def stock_and_parallel(name, memory, batch, group=None):
-    """Return (loss, gradients) of the stock model on the whole batch, and of the parallelized one."""
-    stock, model = model_of(name), model_of(name)
-    hf.parallelize(model, group, strategy=WHOLE_HEADS, gradients="sum", memory=memory)
-    loss, expected = model(**BATCHES[batch]()).loss, one_process(stock, BATCHES[batch]())
-    found, right = gradients(model, loss), gradients(stock, expected)
-    for grad in found.values():
-        torch.distributed.all_reduce(grad)
-    return (expected.item(), right), (loss.item(), found)
+def step(name, memory, batch):
+    how = {"strategy": WHOLE_HEADS, "gradients": "sum", "memory": memory}
+    return equal(model_of(name), BATCHES[batch](), stock=one_process, **how)
+
+
+SAME = {"loss": 1e-7, "gradient": 2e-6, "largest": 2e-6}
 
 
 @pytest.mark.parametrize(
@@ -86,25 +83,13 @@ def stock_and_parallel(name, memory, batch, group=None):
 def test_memory_options_change_nothing(pools, tmp_path, name, batch, recompute, chunks, mlp_chunks, offload):
     where = f"disk:{tmp_path}" if offload else None
     memory = hf.Memory(recompute=recompute, attention_chunks=chunks, mlp_chunks=mlp_chunks, offload=where)
-    for expected, found in pools(3 if recompute != "layer" else 2).run(stock_and_parallel, name, memory, batch):
-        assert_same(expected, found)
-
-
-def assert_same(expected, found):
-    (loss, grads), (own_loss, own_grads) = expected, found
-    assert own_loss == pytest.approx(loss, rel=1e-7)
-    for key, grad in grads.items():
-        torch.testing.assert_close(own_grads[key], grad, rtol=0, atol=2e-6 * max(1e-3, grad.abs().max().item()))
+    check(*pools(3 if recompute != "layer" else 2).run(step, name, memory, batch), **SAME)
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "minimax"])
 def test_recurrent_layers_that_are_called_attention_have_no_chunks_of_heads(name):
-    results = []
-    for memory in (None, hf.Memory(attention_chunks=2)):
-        model = hf.parallelize(make_hybrid(name, vocab_size=64), memory=memory)
-        loss = model(**BATCHES["plain"]()).loss
-        results.append((loss.item(), gradients(model, loss)))
-    assert_same(*results)
+    model, memory = make_hybrid(name, vocab_size=64), hf.Memory(attention_chunks=2)
+    check(equal(model, BATCHES["plain"](), threads=1, stock=own_loss, memory=memory), **SAME)
 
 
 def test_unparallelize_takes_the_options_away(tmp_path):
@@ -124,26 +109,17 @@ def test_other_gradient_checkpointing_is_refused():
         model(**BATCHES["plain"]())
 
 
-def with_adapters(memory, group=None):
-    """Return (loss, gradients) of a model with LoRA on every projection, without the options and with them."""
-    results = []
-    for options in (None, memory):
-        torch.manual_seed(1)
-        config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
-        model = get_peft_model(model_of("llama"), config).double()
-        hf.parallelize(model, group, memory=options)
-        loss = model(**BATCHES["plain"]()).loss
-        found = gradients(model, loss)
-        for grad in found.values():
-            torch.distributed.all_reduce(grad)
-        results.append((loss.item(), found))
-    return results
+def with_adapters(memory):
+    """Compare a model with LoRA on every projection."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+    model = get_peft_model(model_of("llama"), config).double()
+    return equal(model, BATCHES["plain"](), memory=memory)
 
 
 def test_adapters_in_chunks_of_heads(pools):
-    for expected, found in pools(2).run(partial(with_adapters, hf.Memory(recompute="layer", attention_chunks=4))):
-        assert expected[1]
-        assert_same(expected, found)
+    memory = hf.Memory(recompute="layer", attention_chunks=4)
+    check(*pools(2).run(with_adapters, memory), **SAME)
 
 
 def wrapped(memory, way):

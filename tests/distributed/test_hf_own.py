@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_attention.integrations import hf
-from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, refusal, stock_loss, worst_error
-from tests.distributed.test_hf_wrapped import classifier, norm
+from tests.distributed.test_hf_parallel import BATCHES, model_of, plain, refusal
+from tests.distributed.test_hf_wrapped import classifier
+from tests.support.equal import check, equal, own_loss, stock_loss
 from tests.support.hf_models import SMALL, fixed_strategy
 
 
@@ -122,20 +123,24 @@ def give(model, loss):
 
 
 def against_one(name, loss, when, case, reduction):
-    """Return relative errors of the loss and of the worst gradient against the same model on one device."""
-    batch, one, model = BATCHES[case](), own(name), own(name)
-    give(one, loss)
-    expected = one(**{name: value.clone() for name, value in batch.items()}, use_cache=False).loss
-    wanted = gradients(one, expected)
+    batch, alone = BATCHES[case](), own(name)
     if when == "before":
+        give(alone, loss)
+
+    def stock(model, batch):
         give(model, loss)
-    hf.parallelize(model, strategy=fixed_strategy(name, loss), gradients=reduction, timeout=30)
-    if when == "after":
-        give(model, loss)
-    out = model(**batch)
-    if hasattr(one, "last_z_loss"):
-        assert model.last_z_loss == pytest.approx(one.last_z_loss, rel=1e-6)
-    return abs(out.loss.item() / expected.item() - 1), worst_error(gradients(model, out.loss), wanted, reduction)
+        return model(**{name: value.clone() for name, value in batch.items()}, use_cache=False).loss
+
+    def call(model, batch):
+        if when == "after":
+            give(model, loss)
+        out = model(**batch)
+        if hasattr(model, "last_z_loss"):
+            stock(alone, batch)
+            assert model.last_z_loss == pytest.approx(alone.last_z_loss, rel=1e-6)
+        return out.loss
+
+    return equal(alone, batch, stock=stock, call=call, strategy=fixed_strategy(name, loss), gradients=reduction)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +159,8 @@ def against_one(name, loss, when, case, reduction):
     ],
 )
 def test_the_models_own_loss_or_forward(pools, world, name, loss, when, case, reduction):
-    for error, gradient in pools(world).run(against_one, name, loss, when, case, reduction):
-        assert error <= 1e-6  # transformers' losses compute in fp32
-        assert gradient <= 2e-6
+    found = pools(world).run(against_one, name, loss, when, case, reduction)
+    check(*found, loss=1e-6, gradient=2e-6)  # transformers' losses compute in fp32
 
 
 def refused(name, loss, case, changes):
@@ -190,17 +194,16 @@ def test_what_cannot_be_proved_is_refused_by_name(pools, name, loss, case, chang
 
 
 def sharded(loss, head):
-    """Return (loss, gradient norm) under FSDP2, and on one device."""
-    one, model = model_of("llama"), hf.parallelize(model_of("llama"), strategy=fixed_strategy(loss), timeout=30)
-    give(one, loss)
-    give(model, loss)
-    expected = stock_loss(one, plain()) if loss is None else one(**plain()).loss
-    expected.backward()
-    for part in (*model.model.layers, head(model), model):
-        fully_shard(part)
-    got = model(**plain()).loss
-    got.backward()
-    return (got.item(), norm(model)), (expected.item(), norm(one))
+    """Under FSDP2."""
+    alone = model_of("llama")
+    give(alone, loss)
+
+    def shard(model):
+        for part in (*model.model.layers, head(model), model):
+            fully_shard(part)
+
+    stock = stock_loss if loss is None else own_loss
+    return equal(alone, plain(), stock=stock, prepare=shard, whole=True, strategy=fixed_strategy(loss))
 
 
 def alone(model):
@@ -213,8 +216,7 @@ def with_the_norm(model):
 
 @pytest.mark.parametrize(("loss", "head"), [("smoothed", alone), (None, with_the_norm)])
 def test_a_head_that_is_sharded_by_itself(pools, loss, head):
-    for got, wanted in pools(2).run(sharded, loss, head):
-        assert got == pytest.approx(wanted, rel=2e-6)
+    check(*pools(2).run(sharded, loss, head), loss=2e-6, gradient=2e-6)
 
 
 def test_a_head_that_is_sharded_alone_names_the_group(pools):
@@ -235,20 +237,21 @@ def test_the_fused_loss_is_divided_as_the_plain_one(pools, items):
 
 
 def tuples(reduction):
-    one, model, ids = classifier(), classifier(), plain()["input_ids"]
-    given = {"input_ids": ids, "labels": torch.tensor([0.5, -1.0], dtype=torch.float64), "return_dict": False}
-    expected = one(**given)
-    wanted = gradients(one, expected[0])
-    hf.parallelize(model, strategy=fixed_strategy(reduction), gradients=reduction, timeout=30)
-    out = model(**given)
-    got = gradients(model, out[0])
-    torch.testing.assert_close(out[:2], expected[:2], rtol=2e-6, atol=2e-6)
-    return worst_error(got, wanted, reduction)
+    alone = classifier()
+    batch = {"input_ids": plain()["input_ids"], "labels": torch.tensor([0.5, -1.0], dtype=torch.float64)}
+
+    def call(model, batch):
+        out, expected = model(**batch), alone(**batch)
+        torch.testing.assert_close(out[:2], expected[:2], rtol=2e-6, atol=2e-6)
+        return out[0]
+
+    how = {"strategy": fixed_strategy(reduction), "gradients": reduction}
+    return equal(alone, batch | {"return_dict": False}, stock=lambda model, batch: model(**batch)[0], call=call, **how)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_classifier_that_returns_tuples(pools, reduction):
-    assert max(pools(2).run(tuples, reduction)) <= 5e-6
+    check(*pools(2).run(tuples, reduction), gradient=5e-6)
 
 
 def configured():

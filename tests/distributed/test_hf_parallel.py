@@ -18,6 +18,7 @@ from transformers import (
 
 from burst_attention import Hardware, Mask, make_plan
 from burst_attention.integrations import hf
+from tests.support.equal import check, equal, stock_loss
 from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
 
 LENGTH = 37  # not divisible by any number of ranks
@@ -153,16 +154,6 @@ def model_of(name, implementation="sdpa"):
     )
 
 
-def stock_loss(model, batch):
-    """Return the stock model's loss in fp64, with its router loss; transformers would cast logits to fp32."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
-    out = model(**inputs, use_cache=False)
-    labels = batch.get("shift_labels", torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
-    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = loss / batch.get("num_items_in_batch", (labels != -100).sum())
-    return loss + model.router_aux_loss_coef * out.aux_loss if "aux_loss" in out else loss
-
-
 def loss_of_documents(model, batch):
     """Return the stock loss, each packed document alone: Llama 4's temperature counts from the row."""
     logits = torch.cat([model(input_ids=part[None]).logits[0] for part in documents_of(batch)])
@@ -175,19 +166,6 @@ def documents_of(batch):
     return torch.tensor_split(batch["input_ids"].flatten(), starts[1:])
 
 
-def gradients(model, loss):
-    loss.backward()
-    return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
-
-
-def worst_error(got, wanted, reduction="mean"):
-    """Sum a rank's gradients over the ranks and return the largest relative error."""
-    for gradient in got.values():
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size() if reduction == "mean" else 1
-    return max(((got[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items())
-
-
 def refusal(call, *args, **options):
     """Return the text of an error, or that there was none."""
     try:
@@ -198,18 +176,12 @@ def refusal(call, *args, **options):
 
 
 def against_stock(name, case, reduction, checkpointing=None):
-    """Return relative errors of the loss and the gradients against the stock model on one device."""
-    batch, one, model = BATCHES[case](), model_of(name), model_of(name)
+    batch, alone = BATCHES[case](), model_of(name).train()
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.train()
-    alone = name == "llama4" and "position_ids" in batch
-    expected = loss_of_documents(one, batch) if alone else stock_loss(one, batch)
-    wanted = gradients(one, expected)
+        alone.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    stock = loss_of_documents if name == "llama4" and "position_ids" in batch else stock_loss
     strategy = None if case in ("plain", "packed by row") else fixed_strategy(name, case)
-    hf.parallelize(model, strategy=strategy, gradients=reduction, timeout=30)
-    loss = model(**batch).loss
-    return abs(loss.item() / expected.item() - 1), worst_error(gradients(model, loss), wanted, reduction)
+    return equal(alone, batch, stock=stock, strategy=strategy, gradients=reduction)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +201,8 @@ def against_stock(name, case, reduction, checkpointing=None):
     ],
 )
 def test_a_batch_gives_the_one_device_loss_and_gradients(pools, world, name, case, reduction, reentrant):
-    for loss, gradient in pools(world).run(against_stock, name, case, reduction, reentrant):
-        assert loss <= 1e-8
-        assert gradient <= 2e-6  # norms compute in fp32
+    found = pools(world).run(against_stock, name, case, reduction, reentrant)
+    check(*found, loss=1e-8, gradient=2e-6)  # norms compute in fp32
 
 
 def tokens_of(model, batch, temperature):
@@ -245,28 +216,32 @@ def tokens_of(model, batch, temperature):
 
 
 def fused_against_stock(case):
-    batch, one, model = BATCHES[case](), model_of("llama"), model_of("llama")
-    log_probs, entropy, labels, logits = tokens_of(one, batch, 0.7)
-    weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    wanted = gradients(one, (weights * log_probs).sum() + 0.1 * entropy.mean())
-    hf.parallelize(model, strategy=fixed_strategy(case), temperature=0.7, timeout=30)
-    out = model(**batch, fused_lm_head=True)
-    got = gradients(model, (weights * out.log_probs).sum() + 0.1 * out.entropy.mean())
-    seen = labels != -100
-    torch.testing.assert_close(out.log_probs, log_probs, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(out.entropy, entropy, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(out.mean_logits, logits.mean(-1) * seen, rtol=2e-6, atol=2e-6)
-    squares = (2 * logits.log_softmax(-1)).logsumexp(-1) * seen
-    torch.testing.assert_close(out.log_sum_sq_probs, squares, rtol=2e-6, atol=2e-6)
-    assert torch.equal(out.label_mask, seen)
-    assert torch.equal(out.is_top1.bool(), (logits.argmax(-1) == labels) & seen)
-    torch.testing.assert_close(out.loss, -log_probs.sum() / seen.sum(), rtol=2e-6, atol=0)
-    return worst_error(got, wanted)
+    batch, alone = BATCHES[case](), model_of("llama")
+    weights = torch.randn(batch["labels"][:, 1:].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def stock(model, batch):
+        log_probs, entropy, *_ = tokens_of(model, batch, 0.7)
+        return (weights * log_probs).sum() + 0.1 * entropy.mean()
+
+    def fused(model, batch):
+        log_probs, entropy, labels, logits = tokens_of(alone, batch, 0.7)
+        out, seen = model(**batch, fused_lm_head=True), labels != -100
+        torch.testing.assert_close(out.log_probs, log_probs, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(out.entropy, entropy, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(out.mean_logits, logits.mean(-1) * seen, rtol=2e-6, atol=2e-6)
+        squares = (2 * logits.log_softmax(-1)).logsumexp(-1) * seen
+        torch.testing.assert_close(out.log_sum_sq_probs, squares, rtol=2e-6, atol=2e-6)
+        assert torch.equal(out.label_mask, seen)
+        assert torch.equal(out.is_top1.bool(), (logits.argmax(-1) == labels) & seen)
+        torch.testing.assert_close(out.loss, -log_probs.sum() / seen.sum(), rtol=2e-6, atol=0)
+        return (weights * out.log_probs).sum() + 0.1 * out.entropy.mean()
+
+    return equal(alone, batch, stock=stock, call=fused, strategy=fixed_strategy(case), temperature=0.7)
 
 
 @pytest.mark.parametrize("case", ["padded on both sides", "packed by row", "short"])
 def test_results_per_token_in_the_order_of_the_batch(pools, case):
-    assert max(pools(3).run(fused_against_stock, case)) <= 5e-6
+    check(*pools(3).run(fused_against_stock, case), gradient=5e-6)
 
 
 def last_logits():

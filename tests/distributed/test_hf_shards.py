@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.equal import check, equal
 from tests.support.hf_models import MODELS, SEQLEN, VOCABULARY, WHOLE_HEADS, WINDOW, make_batch, make_model
 from tests.support.hybrid_models import make_hybrid
 
@@ -45,13 +46,16 @@ def dense(mask, window):
     return seen[None, None]
 
 
+WEIGHTS = torch.linspace(0.5, 2, SEQLEN, dtype=torch.float64)
+
+
 def loss_of(hidden, labels, weights):
-    """A loss that no batch can ask for: squares of the states, and of the next states where there is a label."""
-    return ((hidden.square().mean(-1) + hidden[..., 0] * (labels != -100)) * weights).sum()
+    """A loss of each token that no batch can ask for: of the states, and of those where there is a label."""
+    return (hidden.square().mean(-1) + hidden[..., 0] * (labels != -100)) * weights
 
 
-def in_one_process(model, batch, mask, weights):
-    """The loss and all gradients of transformers' attention, by dense masks."""
+def in_one_process(mask, model, batch):
+    """The loss under transformers' attention, by dense masks."""
     windows = hf.layer_windows(model.config)
     full = dense(mask, None)
     if len({*windows}) > 1:
@@ -64,35 +68,25 @@ def in_one_process(model, batch, mask, weights):
     labels = torch.full_like(batch["labels"], -100)
     labels[:, :-1] = batch["labels"][:, 1:]
     labels[:, [border - 1 for border in mask.cu_seqlens or ()]] = -100
-    loss = loss_of(hidden, labels, weights)
-    loss.backward()
-    return loss.item(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return loss_of(hidden, labels, WEIGHTS).sum()
 
 
-def shares_of_bounds(name, world, mask, *, checkpointing=False, memory=None):
-    """Shares of the bounds of the loss and of the worst gradient, summed over the ranks."""
-    batch, weights = make_batch(), torch.linspace(0.5, 2, SEQLEN, dtype=torch.float64)
-    alone = make_model(name, "sdpa")
-    expected, other = (in_one_process(each, batch, mask, weights) for each in (alone, moved_copy(alone)))
+def over_ranks(mask, model, batch):
+    """A rank's share of the loss, to which its gradients belong; its value is the sum over the ranks."""
+    with hf.shards(model, batch, mask=mask) as shard:
+        hidden = model.model(**shard)[0]
+    losses = loss_of(hidden, shard.labels, shard.plan.shard(WEIGHTS, 0))
+    return losses.sum() + shard.plan.unshard(losses.detach(), 1).sum() - losses.detach().sum()
 
-    ready = make_model(name).train()  # threads share torch's seed
 
-    def shares(group):
-        model = copy.deepcopy(ready)
-        hf.parallelize(model, group, strategy=WHOLE_HEADS, memory=memory)
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        with hf.shards(model, batch, mask=mask) as shard:
-            hidden = model.model(**shard)[0]
-        loss = loss_of(hidden, shard.labels, shard.plan.shard(weights, 0))
-        loss.backward()
-        return loss.item(), {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
-
-    with local_world(world) as ranks:
-        made = ranks.run(shares)
-    total = {key: sum(gradients[key] for _, gradients in made) for key in made[0][1]}
-    loss = sum(each for each, _ in made)
-    return share_of_loss(loss, expected[0], other[0]), worst_share(total, expected[1], other[1])
+def check_loss(name, world, mask, *, checkpointing=False, memory=None):
+    """Assert that the loss and every gradient, summed over the ranks, are one process's."""
+    alone = make_model(name, "sdpa").train()
+    if checkpointing:
+        alone.gradient_checkpointing_enable({"use_reentrant": False})
+    sides = {"stock": partial(in_one_process, mask), "call": partial(over_ranks, mask)}
+    how = {"threads": world, "gradients": "sum", "strategy": WHOLE_HEADS, "memory": memory}
+    check(equal(alone, make_batch(), **sides, **how))
 
 
 @pytest.mark.parametrize(
@@ -108,14 +102,14 @@ def shares_of_bounds(name, world, mask, *, checkpointing=False, memory=None):
 )
 def test_a_loss_of_local_states_under_a_mask_is_one_process(name, kind):
     for world in (2, 3):
-        assert max(shares_of_bounds(name, world, MASKS[kind])) <= 1
+        check_loss(name, world, MASKS[kind])
 
 
 @pytest.mark.parametrize(
     "options", [{"checkpointing": True}, {"memory": hf.Memory(attention_chunks=2, recompute="layer")}]
 )
 def test_layers_that_run_again_keep_the_mask(options):
-    assert max(shares_of_bounds("gemma3", 2, MASKS["blocks"], **options)) <= 1
+    check_loss("gemma3", 2, MASKS["blocks"], **options)
 
 
 def test_without_a_mask_the_loss_is_the_models():
@@ -178,23 +172,14 @@ def test_two_open_blocks_keep_their_documents():
 
 
 def test_a_hybrid_keeps_its_states():
-    ready, ids = make_hybrid("qwen3_5").train(), torch.arange(SEQLEN)[None] % 50
-    batch = {"input_ids": ids, "labels": ids}
-
-    def run(group):
-        model = copy.deepcopy(ready)
-        hf.parallelize(model, group, strategy=WHOLE_HEADS)
+    def call(model, batch):
         with hf.shards(model, batch) as shard:
             hidden = model.model(**shard)[0]
-        hf.next_token_loss(model, hidden, shard.labels, shard.plan).backward()
-        return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+        return hf.next_token_loss(model, hidden, shard.labels, shard.plan)
 
-    with local_world(2) as ranks:
-        first, second = ranks.run(run)
-    ready(**batch).loss.backward()
-    for name, x in ready.named_parameters():
-        if x.grad is not None:  # the model's own loss is in fp32
-            assert (first[name] + second[name] - x.grad).norm() <= 1e-6 * x.grad.norm()
+    ids = torch.arange(SEQLEN)[None] % 50
+    batch, how = {"input_ids": ids, "labels": ids}, {"gradients": "sum", "strategy": WHOLE_HEADS}
+    check(equal(make_hybrid("qwen3_5").train(), batch, threads=2, call=call, **how), gradient=1e-6)
 
 
 IDS = make_batch()["input_ids"]

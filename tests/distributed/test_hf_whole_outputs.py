@@ -1,5 +1,7 @@
 """Test whole logits, hidden states and embeddings as inputs over ranks: values and gradients are one process's."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,16 +11,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassifica
 from burst_attention import DisagreementError
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError
-from tests.distributed.test_hf_parallel import (
-    BATCHES,
-    gradients,
-    ids_of,
-    model_of,
-    plain,
-    refusal,
-    stock_loss,
-    worst_error,
-)
+from tests.distributed.test_hf_parallel import BATCHES, ids_of, model_of, plain, refusal
+from tests.support.equal import check, equal, stock_loss
 from tests.support.hf_models import SMALL, WHOLE_HEADS, fixed_strategy, make_model
 
 LOSSES = ("labels", "shift_labels", "num_items_in_batch")
@@ -42,19 +36,21 @@ def distance(logits, batch):
 
 
 def distilled(name, case, reduction, labeled):
-    batch, one, model = BATCHES[case](), model_of(name), model_of(name)
-    logits = one(**inputs_of(batch), use_cache=False).logits
-    expected = distance(logits, batch) + (stock_loss(one, batch) if labeled else 0)
-    wanted = gradients(one, expected)
-    hf.parallelize(model, strategy=fixed_strategy(name, case), gradients=reduction, timeout=30)
-    out = model(**(batch if labeled else inputs_of(batch)), logits="gather")
-    torch.testing.assert_close(out.logits[real(batch)], logits[real(batch)], rtol=2e-6, atol=2e-6)
-    loss = distance(out.logits, batch)
-    if labeled:
-        alone = model(**batch).loss
-        assert torch.equal(alone, out.loss)  # not a bit differs when logits are gathered too
-        loss = loss + out.loss
-    return abs(loss.item() / expected.item() - 1), worst_error(gradients(model, loss), wanted, reduction)
+    batch, alone = BATCHES[case](), model_of(name)
+
+    def stock(model, batch):
+        logits = model(**inputs_of(batch), use_cache=False).logits
+        return distance(logits, batch) + (stock_loss(model, batch) if labeled else 0)
+
+    def call(model, batch):
+        out = model(**(batch if labeled else inputs_of(batch)), logits="gather")
+        logits = alone(**inputs_of(batch), use_cache=False).logits
+        torch.testing.assert_close(out.logits[real(batch)], logits[real(batch)], rtol=2e-6, atol=2e-6)
+        if labeled:
+            assert torch.equal(model(**batch).loss, out.loss)  # not a bit differs when logits are gathered too
+        return distance(out.logits, batch) + (out.loss if labeled else 0)
+
+    return equal(alone, batch, stock=stock, call=call, strategy=fixed_strategy(name, case), gradients=reduction)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +64,7 @@ def distilled(name, case, reduction, labeled):
     ],
 )
 def test_a_distillation_on_whole_logits(pools, world, name, case, reduction, labeled):
-    for loss, gradient in pools(world).run(distilled, name, case, reduction, labeled):
-        assert loss <= 1e-8
-        assert gradient <= 2e-6
+    check(*pools(world).run(distilled, name, case, reduction, labeled), loss=1e-8, gradient=2e-6)
 
 
 def probe():
@@ -79,26 +73,32 @@ def probe():
 
 
 def probed(case, reduction, asked, memory=None):
-    """Train a model and a probe of its middle layer; return the worst errors of their gradients."""
-    batch, one, model = BATCHES[case](), model_of("llama"), model_of("llama")
-    own, other = probe(), probe()
-    expected = one(**inputs_of(batch), use_cache=False, output_hidden_states=True).hidden_states
+    """Train a model and a probe of its middle layer."""
+    batch, alone, own, other = BATCHES[case](), model_of("llama").train(), probe(), probe()
     seen = real(batch)
-    loss = own(expected[1])[seen].square().mean() + expected[-1][seen].sin().mean()
-    wanted = gradients(one, loss + stock_loss(one, batch))
-    hf.parallelize(model, strategy=WHOLE_HEADS, gradients=reduction, memory=memory, timeout=30)
-    model.train()
-    out = model(**batch, output_hidden_states=asked)
-    states = out.hidden_states
-    assert [each is None for each in states] == [asked is not True and n not in (1, 2) for n in range(3)]
-    for got, state in zip(states, expected, strict=True):
-        if got is not None:
-            torch.testing.assert_close(got[seen], state[seen], rtol=2e-6, atol=2e-6)
-    loss = other(states[1])[seen].square().mean() + states[-1][seen].sin().mean()
-    got = gradients(model, loss + out.loss)
+
+    def loss_of(states, probe):
+        return probe(states[1])[seen].square().mean() + states[-1][seen].sin().mean()
+
+    def stock(model, batch):
+        own.zero_grad()
+        out = model(**inputs_of(batch), use_cache=False, output_hidden_states=True)
+        return loss_of(out.hidden_states, own) + stock_loss(model, batch)
+
+    def call(model, batch):
+        out = model(**batch, output_hidden_states=asked)
+        expected = alone(**inputs_of(batch), use_cache=False, output_hidden_states=True).hidden_states
+        assert [each is None for each in out.hidden_states] == [asked is not True and n not in (1, 2) for n in range(3)]
+        for got, state in zip(out.hidden_states, expected, strict=True):
+            if got is not None:
+                torch.testing.assert_close(got[seen], state[seen], rtol=2e-6, atol=2e-6)
+        return loss_of(out.hidden_states, other) + out.loss
+
+    how = {"strategy": WHOLE_HEADS, "gradients": reduction, "memory": memory}
+    found = equal(alone, batch, stock=stock, call=call, **how)
     for mine, its in zip(other.parameters(), own.parameters(), strict=True):  # whole on every rank, never to be summed
         torch.testing.assert_close(mine.grad, its.grad, rtol=2e-6, atol=2e-9)
-    return worst_error(got, wanted, reduction)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def probed(case, reduction, asked, memory=None):
     ],
 )
 def test_a_probe_of_a_middle_layer(pools, world, case, reduction, asked, memory):
-    assert max(pools(world).run(probed, case, reduction, asked, memory)) <= 2e-6
+    check(*pools(world).run(probed, case, reduction, asked, memory), gradient=2e-6)
 
 
 def soft_prompt():
     return torch.nn.Parameter(torch.randn(5, SMALL["hidden_size"], generator=torch.Generator().manual_seed(9)).double())
 
 
-def prompted(model, prompt, batch):
-    """Return the batch behind a learned prompt."""
-    embeds = model.get_input_embeddings()(batch["input_ids"])
+def prompted(model, batch):
+    """Return the batch behind the model's learned prompt."""
+    embeds, prompt = model.get_input_embeddings()(batch["input_ids"]), model.prompt
     rows = len(embeds)
     labels = torch.cat([torch.full((rows, len(prompt)), -100), batch["labels"]], 1)
     given = {"inputs_embeds": torch.cat([prompt.expand(rows, -1, -1), embeds], 1), "labels": labels}
@@ -135,17 +135,17 @@ def prompted(model, prompt, batch):
 
 
 def embedded(name, case, reduction):
-    batch, one, model = BATCHES[case](), model_of(name), model_of(name)
-    own, other = soft_prompt(), soft_prompt()
-    given = prompted(one, own, batch)
-    logits = one(**inputs_of(given), use_cache=False).logits
-    labels = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    wanted = gradients(one, expected) | {"prompt": own.grad}
-    hf.parallelize(model, strategy=fixed_strategy(name, case), gradients=reduction, timeout=30)
-    loss = model(**prompted(model, other, batch)).loss
-    got = gradients(model, loss) | {"prompt": other.grad}
-    return abs(loss.item() / expected.item() - 1), worst_error(got, wanted, reduction)
+    alone = model_of(name)
+    alone.prompt = soft_prompt()
+
+    def stock(model, batch):
+        return stock_loss(model, prompted(model, batch))
+
+    def call(model, batch):
+        return model(**prompted(model, batch)).loss
+
+    how = {"strategy": fixed_strategy(name, case), "gradients": reduction}
+    return equal(alone, BATCHES[case](), stock=stock, call=call, **how)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,7 @@ def embedded(name, case, reduction):
     ],
 )
 def test_a_soft_prompt_learns(pools, world, name, case, reduction):
-    for loss, gradient in pools(world).run(embedded, name, case, reduction):
-        assert loss <= 1e-8
-        assert gradient <= 2e-6
+    check(*pools(world).run(embedded, name, case, reduction), loss=1e-8, gradient=2e-6)
 
 
 TUNED = {
@@ -179,30 +177,19 @@ TUNED = {
 
 
 def tuned(kind, case):
-    def made():
-        model = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False)
-        torch.manual_seed(1)
-        return get_peft_model(model, TUNED[kind]()).double().train()
-
-    batch, one, model = BATCHES[case](), made(), made()
-    logits = one(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
-    labels = torch.nn.functional.pad(batch["labels"], (4 - 1, 1), value=-100)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    wanted = {name: grad for name, grad in gradients(one, expected).items() if grad.any()}
-    hf.parallelize(model, strategy=fixed_strategy(case), timeout=30)
-    torch.manual_seed(dist.get_rank())
-    loss = model(**batch).loss
-    got = {name: grad for name, grad in gradients(model, loss).items() if name in wanted}
-    return abs(loss.item() / expected.item() - 1), worst_error(got, wanted), len(wanted)
+    model = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False)
+    torch.manual_seed(1)
+    alone = get_peft_model(model, TUNED[kind]()).double().train()
+    found = equal(alone, BATCHES[case](), prepare=lambda _: torch.manual_seed(dist.get_rank()) and None)
+    return found, sum(bool(x.grad.any()) for x in alone.parameters() if x.grad is not None)
 
 
 @pytest.mark.parametrize(
     ("kind", "world", "case"), [("prompt", 2, "right padded"), ("prompt", 4, "plain"), ("p-tuning", 2, "plain")]
 )
 def test_prompt_tuning_of_peft(pools, kind, world, case):
-    for loss, gradient, learned in pools(world).run(tuned, kind, case):
-        assert loss <= 1e-8
-        assert gradient <= 2e-6
+    for found, learned in pools(world).run(tuned, kind, case):
+        check(found, loss=1e-8, gradient=2e-6)
         assert learned >= 1
 
 
@@ -235,33 +222,25 @@ WHOLE = {"bert": bert, "classifier": classifier, "custom loss": custom}
 
 
 def around(what, reduction):
-    """Return the worst error of a loss on logits, hidden states and embeddings of a model whose own forward runs."""
-    one, model = WHOLE[what](), WHOLE[what]()
-    ids, own, other = ids_of(2), soft_prompt(), soft_prompt()
+    """Compare a loss on logits, hidden states and embeddings of a model whose own forward runs."""
+    alone = WHOLE[what]()
+    alone.prompt = soft_prompt()
 
-    def loss_of(model, prompt, **asked):
-        embeds = torch.cat([prompt.expand(2, -1, -1), model.get_input_embeddings()(ids)], 1)
+    def loss_of(model, ids, **asked):
+        embeds = torch.cat([model.prompt.expand(2, -1, -1), model.get_input_embeddings()(ids)], 1)
         given = {"labels": torch.zeros(embeds.shape[:2], dtype=torch.long)} if what == "custom loss" else {}
         out = model(inputs_embeds=embeds, output_hidden_states=True, **given, **asked)
         loss = out.logits.square().mean() + out.hidden_states[1].sin().mean() + out.hidden_states[-1].cos().mean()
         return loss if out.loss is None else loss + out.loss
 
-    expected = loss_of(one, own)
-    wanted = gradients(one, expected) | {"prompt": own.grad}
-    hf.parallelize(model, gradients=reduction, timeout=30)
-    loss = loss_of(model, other, logits="gather")
-    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
-    wanted = {
-        name: grad for name, grad in wanted.items() if grad.norm() > 1e-12
-    }  # BERT's keys have a bias without effect
-    got = gradients(model, loss) | {"prompt": other.grad}
-    return worst_error({name: got[name] for name in wanted}, wanted, reduction)
+    gathered = partial(loss_of, logits="gather")
+    return equal(alone, ids_of(2), stock=loss_of, call=gathered, gradients=reduction, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("what", WHOLE)
 def test_models_whose_own_forward_runs(pools, what, reduction):
-    assert max(pools(3).run(around, what, reduction)) <= 2e-6
+    check(*pools(3).run(around, what, reduction), loss=2e-6, gradient=2e-6)
 
 
 def asked_wrongly(name, changes, calls):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -14,10 +13,10 @@ from burst_attention.integrations import hf
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import write_rates
 from burst_attention.testing import WorkerError
-from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss, worst_error
+from tests.distributed.test_hf_parallel import BATCHES, model_of, plain
 from tests.support import encoder_models
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
-from tests.support.hf_models import SMALL, VOCABULARY, fixed_strategy, make_model
+from tests.support.equal import check, equal
+from tests.support.hf_models import SMALL, VOCABULARY, WHOLE_HEADS, fixed_strategy, make_model
 
 CASE = "packed by row"
 
@@ -27,65 +26,52 @@ def norm(model, largest=1.0):
     return getattr(whole, "full_tensor", lambda: whole)().item()
 
 
-def of_one_device(name="llama"):
-    """Return (loss, gradient norm) of the stock model."""
-    one = model_of(name)
-    loss = stock_loss(one, BATCHES[CASE]())
-    loss.backward()
-    return loss.item(), norm(one)
-
-
 def wrapped(how, gradients):
-    """Return (loss, gradient norm) under a wrapper, and on one device."""
-    model = hf.parallelize(model_of("llama"), strategy=fixed_strategy(how), gradients=gradients, timeout=30)
-    if how == "DDP":
-        model = DistributedDataParallel(model)
-    else:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        if gradients == "sum":
-            for part in (*model.model.layers, model):
+    def wrap(model):
+        if how == "DDP":
+            return DistributedDataParallel(model)
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+            if gradients == "sum":
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
-    loss = model(**BATCHES[CASE]()).loss
-    loss.backward()
-    return (loss.item(), norm(model)), of_one_device()
+        return model
+
+    options = {"strategy": fixed_strategy(how), "gradients": gradients, "whole": True}
+    return equal(model_of("llama"), BATCHES[CASE](), prepare=wrap, **options)
 
 
 @pytest.mark.parametrize(("how", "reduction"), [("DDP", "mean"), ("FSDP2", "mean"), ("FSDP2", "sum")])
 def test_wrappers_defaults_give_the_one_device_norm(pools, how, reduction):
-    for got, wanted in pools(2).run(wrapped, how, reduction):
-        assert got == pytest.approx(wanted, rel=2e-6)
+    check(*pools(2).run(wrapped, how, reduction), loss=2e-6, gradient=2e-6)
 
 
 def compiled(name, by_layer):
-    """Return (loss, gradient norm) when compiled, on one device, and whether a repeated batch agrees."""
-    one, model = (make_model(name, "sdpa", num_hidden_layers=1, layer_types=None) for _ in range(2))
-    expected = stock_loss(one, BATCHES[CASE]())
-    expected.backward()
-    hf.parallelize(model, timeout=60)
-    runs = model if by_layer else torch.compile(model, backend="aot_eager")
-    for layer in model.model.layers if by_layer else ():
-        layer.compile(backend="aot_eager", fullgraph=True)  # raises at a graph break
-    losses = []
-    for case in (CASE, "plain", CASE):
+    """Compare with one device, and a repeated batch with itself."""
+
+    def compile_(model):
+        if not by_layer:
+            return torch.compile(model, backend="aot_eager")
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)  # raises at a graph break
+        return model
+
+    def call(model, batch):
+        losses = [model(**BATCHES[case]()).loss for case in (CASE, "plain", CASE)]
+        for loss in losses[:2]:
+            loss.backward()
         model.zero_grad()
-        loss = runs(**BATCHES[case]()).loss
-        loss.backward()
-        losses.append(loss.item())
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    return (losses[0], norm(model)), (expected.item(), norm(one)), losses[0] == losses[2]
+        assert losses[0].item() == losses[2].item()
+        return losses[2]
+
+    alone = make_model(name, "sdpa", num_hidden_layers=1, layer_types=None)
+    return equal(alone, BATCHES[CASE](), call=call, prepare=compile_, timeout=60)
 
 
 @pytest.mark.parametrize(("name", "by_layer"), [pytest.param("llama", False, marks=pytest.mark.slow), ("qwen3", True)])
 @pytest.mark.long
 def test_compiled(pools, name, by_layer):
-    for got, wanted, same in pools(2).run(compiled, name, by_layer):
-        assert got == pytest.approx(wanted, rel=2e-6)
-        assert same
+    check(*pools(2).run(compiled, name, by_layer), loss=2e-6, gradient=2e-6)
 
 
 LENGTHS = {"plain": ((24,), (32,), (41,), (58,)), "packed": ((11, 20, 6), (5, 24), (30, 3, 8))}
@@ -156,22 +142,23 @@ def classifier():
 
 
 def classify(case, reduction):
-    batch, one, model = BATCHES[case](), classifier(), classifier()
+    batch, alone, weights = BATCHES[case](), classifier(), torch.tensor([[1.0], [-2.0]])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     if "attention_mask" in inputs:
         inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # the model finds padding by its id
-    scores = one(**inputs).logits
-    wanted = gradients(one, (scores * torch.tensor([[1.0], [-2.0]])).sum())
-    hf.parallelize(model, strategy=fixed_strategy(case), gradients=reduction, timeout=30)
-    got_scores = model(**inputs).logits
-    got = gradients(model, (got_scores * torch.tensor([[1.0], [-2.0]])).sum())
-    torch.testing.assert_close(got_scores, scores, rtol=2e-6, atol=2e-6)
-    return worst_error(got, wanted, reduction)
+
+    def call(model, batch):
+        scores = model(**batch).logits
+        torch.testing.assert_close(scores, alone(**batch).logits, rtol=2e-6, atol=2e-6)
+        return (scores * weights).sum()
+
+    how = {"strategy": fixed_strategy(case), "gradients": reduction}
+    return equal(alone, inputs, stock=lambda model, batch: (model(**batch).logits * weights).sum(), call=call, **how)
 
 
 @pytest.mark.parametrize(("case", "reduction"), [("plain", "sum"), ("padded on both sides", "mean")])
 def test_models_that_classify_sequences(pools, case, reduction):
-    assert max(pools(3).run(classify, case, reduction)) <= 5e-6
+    check(*pools(3).run(classify, case, reduction), gradient=5e-6)
 
 
 def copied_and_switched():
@@ -211,27 +198,18 @@ def test_hooks_on_parts_are_refused_whenever_they_come(pools, late):
 
 
 def encoder_wrapped(model_type, head, how):
-    """Return the loss and the worst gradient as shares of their bounds."""
-    model, batch = encoder_models.made(model_type, head), encoder_models.make_batch(head, "padded")
-    expected, gradients = encoder_models.one_process(model, batch)
-    other, moved = encoder_models.one_process(moved_copy(model), batch)
-
-    def prepare(parallel):
+    def prepare(model):
         if how == "compile":
-            parallel.compile(backend="aot_eager")  # what inductor makes of it is not ours
+            model.compile(backend="aot_eager")  # what inductor makes of it is not ours
             return
-        for layer in next(each for each in parallel.modules() if isinstance(each, torch.nn.ModuleList)):
+        for layer in next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList)):
             fully_shard(layer)
-        fully_shard(parallel)
+        fully_shard(model)
 
-    loss, ours = encoder_models.over_ranks(model, batch, dist.group.WORLD, "mean", prepare)
-    for name, gradient in ours.items():
-        if how == "fully_shard":
-            ours[name] = gradient.full_tensor()
-        else:
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-    return share_of_loss(loss.item(), expected.item(), other.item()), worst_share(ours, gradients, moved)
+    alone, batch = encoder_models.made(model_type, head), encoder_models.make_batch(head, "padded")
+    return equal(
+        alone, batch, stock=encoder_models.stock_loss, prepare=prepare, whole=how != "compile", strategy=WHOLE_HEADS
+    )
 
 
 @pytest.mark.long
@@ -244,6 +222,4 @@ def encoder_wrapped(model_type, head, how):
     ],
 )
 def test_encoders_and_models_with_their_own_attention(pools, model_type, head, how):
-    for loss, gradient in pools(2).run(encoder_wrapped, model_type, head, how):
-        assert loss <= 1
-        assert gradient <= 1
+    check(*pools(2).run(encoder_wrapped, model_type, head, how))

@@ -25,6 +25,7 @@ from burst_attention.integrations.hf.tensor import styles as tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
 from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.equal import Alone, check, step_of
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, make_model
 from tests.tools.families import model_class
 
@@ -127,17 +128,17 @@ def stock_loss(model, batch):
 def trained(
     name, sizes, case, shards, steps=2, accumulate=1, memory=None, dtype=torch.float64, own=None, clip=None, **options
 ):
-    """Return the worst loss and gradient as shares of their bounds; with ``clip`` the worst weight at the end.
+    """Return losses and the worst gradients as shares of their bounds; with ``clip`` the worst weight at the end.
 
     A moved copy of the reference takes the same steps, which gives the bounds.
     """
-    changes = own or {}
+    changes, shares = own or {}, []
     one = model_of(name, dtype, **changes)
     moved = moved_copy(one)
     model, mesh = meshed(name, sizes, dtype, shards=shards, memory=memory, **options, **changes)
     model.train()
     optimizers = [torch.optim.SGD(part.parameters(), 0.05) for part in (one, moved, model)]
-    off, wrong, groups, mine = 0.0, 0.0, sizes[0], mesh["dp"].get_local_rank()
+    groups, mine = sizes[0], mesh["dp"].get_local_rank()
     for step in range(steps):
         for part in range(accumulate):
             rows = [batch_of(case, step * 64 + part * 8 + group) for group in range(groups)]
@@ -148,10 +149,10 @@ def trained(
                 losses.append(of_groups[mine].item())
             loss = model(**rows[mine]).loss
             loss.backward()
-            off = max(off, share_of_loss(loss.item(), *losses))
+            shares.append(share_of_loss(loss.item(), *losses))
         if clip is None:
             found = whole_gradients(model, mesh, shards=shards)
-            wrong = max(wrong, worst_share(found, gradients(one), gradients(moved)))
+            shares.append(worst_share(found, gradients(one), gradients(moved)))
         else:
             for reference in (one, moved):
                 torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
@@ -161,8 +162,8 @@ def trained(
             optimizer.zero_grad()
     if clip is not None:
         found = {key: x.full_tensor() for key, x in model.named_parameters()}
-        wrong = worst_share(found, weights_of(one), weights_of(moved))
-    return off, wrong
+        shares.append(worst_share(found, weights_of(one), weights_of(moved)))
+    return shares
 
 
 def weights_of(model):
@@ -173,11 +174,9 @@ def gradients(one):
     return {name: x.grad for name, x in one.named_parameters()}
 
 
-def check(found):
-    """Check the shares of losses and gradients on all ranks."""
-    for loss, gradient in found:
-        assert loss <= 1
-        assert gradient <= 1
+def within(of_ranks):
+    """Check shares of bounds on all ranks."""
+    assert all(shares and all(share <= 1 for share in shares) for shares in of_ranks), of_ranks
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def check(found):
     ],
 )
 def test_steps_over_a_mesh_are_one_process(pools, name, sizes, case, shards):
-    check(pools(4).run(trained, name, sizes, case, shards))
+    within(pools(4).run(trained, name, sizes, case, shards))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ def test_steps_over_a_mesh_are_one_process(pools, name, sizes, case, shards):
     [("llama", (1, 1, 2), "packed"), ("qwen3", (2, 2, 1), "plain"), ("llama", (1, 3, 2), "packed")],
 )
 def test_other_sizes_of_the_mesh(pools, name, sizes, case):
-    check(pools(sizes[0] * sizes[1] * sizes[2]).run(trained, name, sizes, case, True))
+    within(pools(sizes[0] * sizes[1] * sizes[2]).run(trained, name, sizes, case, True))
 
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -224,7 +223,7 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 def test_ranks_of_a_context_share_experts(pools, name, sizes, case, shards, own, memory):
     dtype = torch.float32 if "experts_implementation" in own else torch.float64
     asked = (name, sizes, case, shards, 2, 2, memory, dtype, own)
-    check(pools(4).run(functools.partial(trained, *asked, by_context=True)))
+    within(pools(4).run(functools.partial(trained, *asked, by_context=True)))
 
 
 @pytest.mark.parametrize(
@@ -244,36 +243,37 @@ def test_ranks_whose_experts_get_no_token(pools, by_context, shards, memory):
     The other ranks would wait for their sums, in a backward and where it computes a layer again.
     """
     asked = ("idle", (1, 2, 2), "plain", shards, 1, 1, memory)
-    check(pools(4).run(functools.partial(trained, *asked, by_context=by_context)))
+    within(pools(4).run(functools.partial(trained, *asked, by_context=by_context)))
+
+
+def apart(alone, model, mesh, batch, *, shards=False):
+    """Return how far a step over a mesh is from one process's."""
+    reference, (loss, _) = Alone(alone, batch, stock_loss), step_of(model, batch)
+    return reference.apart([loss], whole_gradients(model, mesh, shards=shards))
 
 
 def summed_over_a_context(first, second):
-    """Parallelize again with the other ``gradients``; return the greatest relative errors of loss and gradients."""
-    mesh, batch, one = mesh_of(1, 2, 2), batch_of("plain", 1), model_of("mixtral")
+    """Parallelize again with the other ``gradients``."""
+    mesh, batch = mesh_of(1, 2, 2), batch_of("plain", 1)
     model = hf.tensor_parallel(model_of("mixtral"), mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep"))
     hf.unparallelize(hf.parallelize(model, mesh["cp"], gradients=first, timeout=30))
     hf.parallelize(model, mesh["cp"], gradients=second, timeout=30)
-    moved, loss = moved_copy(one), model(**batch).loss
-    wanted, other = stock_loss(one, batch), stock_loss(moved, batch)
-    wanted.backward(), other.backward(), loss.backward()
-    if second == "sum":
-        for name, x in model.named_parameters():
-            if "experts" not in name:
-                x.grad *= mesh["cp"].size()  # a sum over the context, less the mean that follows
-    found = whole_gradients(model, mesh, shards=False)
-    share = share_of_loss(loss.item(), wanted.item(), other.item())
-    return share, worst_share(found, gradients(one), gradients(moved))
+    alone, (loss, own) = Alone(model_of("mixtral"), batch, stock_loss), step_of(model, batch)
+    for name, grad in own.items():
+        if second == "sum" and "experts" not in name:
+            grad *= mesh["cp"].size()  # a sum over the context, less the mean that follows
+    return alone.apart([loss], whole_gradients(model, mesh, shards=False))
 
 
 @pytest.mark.parametrize(("first", "second"), [("mean", "sum"), ("sum", "mean")])
 def test_gradients_of_shared_experts_are_whole(pools, first, second):
-    check(pools(4).run(summed_over_a_context, first, second))
+    check(*pools(4).run(summed_over_a_context, first, second))
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_gradients_accumulate(pools, shards):
     """transformers' style of q_norm and k_norm sums earlier backwards again: 2.33 times three of them."""
-    check(pools(4).run(trained, "qwen3", (1, 2, 2), "packed", shards, 2, 3))
+    within(pools(4).run(trained, "qwen3", (1, 2, 2), "packed", shards, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_gradients_accumulate(pools, shards):
 )
 def test_less_memory_over_a_mesh(pools, name, memory):
     case = "plain" if name == "sinks" else "packed"  # packed documents see each other in the stock model
-    check(pools(4).run(trained, name, (1, 2, 2), case, True, 2, 1, memory))
+    within(pools(4).run(trained, name, (1, 2, 2), case, True, 2, 1, memory))
 
 
 def calls_of_a_part():
@@ -320,29 +320,25 @@ def test_chunks_of_heads_are_of_the_parts(pools):
 
 
 def changed_after_a_call(name):
-    """Change the scaling of each attention, computed in chunks, after a call; return the errors of the next one."""
-    one, batch = model_of(name), batch_of("plain", 0)
+    """Change the scaling of each attention, computed in chunks, after a call."""
+    alone, batch = model_of(name), batch_of("plain", 0)
     model, mesh = meshed(name, (1, 2, 2), memory=hf.Memory(attention_chunks=2))
     with torch.no_grad():
         model(**batch)
-    moved = moved_copy(one)
-    for layer in (*one.model.layers, *moved.model.layers, *model.model.layers):
+    for layer in (*alone.model.layers, *model.model.layers):
         layer.self_attn.scaling *= 2.0
-    wanted, other, loss = stock_loss(one, batch), stock_loss(moved, batch), model(**batch).loss
-    wanted.backward(), other.backward(), loss.backward()
-    share = share_of_loss(loss.item(), wanted.item(), other.item())
-    return share, worst_share(whole_gradients(model, mesh, shards=False), gradients(one), gradients(moved))
+    return apart(alone, model, mesh, batch)
 
 
 def test_chunks_of_heads_follow_a_change_over_a_mesh(pools):
-    check(pools(4).run(changed_after_a_call, "sinks"))
+    check(*pools(4).run(changed_after_a_call, "sinks"))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_the_loss_of_a_router(pools, implementation):
     own = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "experts_implementation": implementation}
     dtype = torch.float64 if implementation == "eager" else torch.float32
-    check(pools(4).run(trained, "mixtral", (1, 2, 2), "plain", False, 2, 1, None, dtype, own))
+    within(pools(4).run(trained, "mixtral", (1, 2, 2), "plain", False, 2, 1, None, dtype, own))
 
 
 def after_twenty_steps(name, sizes, case, by_context=False):
@@ -370,14 +366,14 @@ WITHOUT_DOCUMENTS = ("gpt_oss", "qwen3_5")  # the stock model lets packed docume
     ],
 )
 def test_twenty_steps_in_fp32(pools, name, sizes, case):
-    check(pools(sizes[0] * sizes[1] * sizes[2]).run(after_twenty_steps, name, sizes, case))
+    within(pools(sizes[0] * sizes[1] * sizes[2]).run(after_twenty_steps, name, sizes, case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (1, 4, 1)])
 @pytest.mark.parametrize(("name", "case"), [("mixtral", "packed"), ("mixtral", "plain"), ("gpt_oss", "plain")])
 def test_twenty_steps_with_experts_shared_by_context(pools, name, sizes, case):
-    check(pools(4).run(after_twenty_steps, name, sizes, case, True))
+    within(pools(4).run(after_twenty_steps, name, sizes, case, True))
 
 
 def stock_values(one, batch):
@@ -451,25 +447,14 @@ def test_values_of_every_token(pools):
 
 def with_its_own_loss():
     """Train with a loss of the caller's on whole logits, which the cut head gathers itself."""
-    batch = batch_of("plain", 5)
-    one = model_of("llama")
-    model, mesh = meshed("llama", (1, 2, 2))
-
-    def loss_function(logits, labels, **_):
-        return logits.double().sin().mean() + labels.double().mean()
-
-    moved = moved_copy(one)
-    for part in (one, moved, model):
-        part.loss_function = loss_function
-    wanted, other, loss = stock_loss(one, batch), stock_loss(moved, batch), model(**batch).loss
-    wanted.backward(), other.backward(), loss.backward()
-    found = whole_gradients(model, mesh, shards=False)
-    share = share_of_loss(loss.item(), wanted.item(), other.item())
-    return share, worst_share(found, gradients(one), gradients(moved))
+    alone, (model, mesh) = model_of("llama"), meshed("llama", (1, 2, 2))
+    for part in (alone, model):
+        part.loss_function = lambda logits, labels, **_: logits.double().sin().mean() + labels.double().mean()
+    return apart(alone, model, mesh, batch_of("plain", 5))
 
 
 def test_a_loss_of_the_callers(pools):
-    check(pools(4).run(with_its_own_loss))
+    check(*pools(4).run(with_its_own_loss))
 
 
 def generated(name, sizes, by_context):
@@ -507,19 +492,15 @@ def test_generated_tokens_are_one_process(pools, name, sizes, by_context):
 
 def grouped_head():
     """Shard the norm and the head as a group of FSDP2, as without tensor parallelism."""
-    mesh, batch, one = mesh_of(1, 2, 2), batch_of("plain", 2), model_of("llama")
+    mesh = mesh_of(1, 2, 2)
     model = hf.parallelize(hf.tensor_parallel(model_of("llama"), mesh["tp"]), mesh["cp"], timeout=30)
     for part in ([model.model.norm, model.lm_head], model):
         fully_shard(part, mesh=mesh["cp"], reshard_after_forward=False)
-    moved = moved_copy(one)
-    for reference in (one, moved):
-        stock_loss(reference, batch).backward()
-    model(**batch).loss.backward()
-    return worst_share(whole_gradients(model, mesh, shards=True), gradients(one), gradients(moved))
+    return apart(model_of("llama"), model, mesh, batch_of("plain", 2), shards=True)
 
 
 def test_a_head_in_a_group_of_its_own(pools):
-    assert max(pools(4).run(grouped_head)) <= 1
+    check(*pools(4).run(grouped_head))
 
 
 def checkpointed(name, folder, by_context):
@@ -589,7 +570,7 @@ def clipped(most):
 
 @pytest.mark.parametrize("most", [0.1, 1e6])
 def test_clipping_by_the_norm_of_all_gradients(pools, most):
-    check(pools(4).run(clipped, most))
+    within(pools(4).run(clipped, most))
 
 
 def clipped_partial():

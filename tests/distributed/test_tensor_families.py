@@ -10,8 +10,8 @@ import torch
 
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.tensor.axis import COMPARED, plan_of
-from tests.distributed.test_mesh import check, gradients, mesh_of, whole_gradients
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.distributed.test_mesh import apart, mesh_of
+from tests.support.equal import check
 from tests.tools.families import VOCABULARY, built, model_class
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -33,30 +33,25 @@ def model_of(kind, own):
     return model
 
 
-def step_of(kind, **own):
-    """Return the loss and the worst gradient as shares of their bounds; ``own``: settings of the model."""
-    one, model, mesh = model_of(kind, own), model_of(kind, own), mesh_of(1, 2, 2)
-    moved, by_context = moved_copy(one), bool(model.ep_plan)
+def step_over_a_mesh(kind, **own):
+    """Return how far a step is from one process's; ``own``: settings of the model."""
+    alone, model, mesh = model_of(kind, own).train(), model_of(kind, own).train(), mesh_of(1, 2, 2)
+    by_context = bool(model.ep_plan)
     hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep") if by_context else None)
     hf.parallelize(model, mesh["cp"], timeout=30)
     ids = torch.randint(1, VOCABULARY, (2, 37), generator=torch.Generator().manual_seed(1))
-    losses = [part.train()(input_ids=ids, labels=ids, use_cache=False).loss for part in (model, one, moved)]
-    for loss in losses:
-        loss.backward()
-    found = whole_gradients(model, mesh, shards=False)
-    share = share_of_loss(*(loss.item() for loss in losses))
-    return share, worst_share(found, *({name: gradients(part)[name] for name in found} for part in (one, moved)))
+    return apart(alone, model, mesh, {"input_ids": ids, "labels": ids})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(COMPARED))
 def test_a_step_of_each_model_type(pools, kind):
-    check(pools(4).run(step_of, kind))
+    check(*pools(4).run(step_over_a_mesh, kind))
 
 
 def test_norms_of_heads_that_the_plan_leaves_out(pools):
     """GLM-4.5's weights of ``q_norm`` serve the heads of all ranks, and transformers' plan does not name them."""
-    check(pools(4).run(functools.partial(step_of, "glm4_moe", use_qk_norm=True)))
+    check(*pools(4).run(functools.partial(step_over_a_mesh, "glm4_moe", use_qk_norm=True)))
 
 
 def test_a_weight_for_each_head_that_the_plan_leaves_out_is_refused():

@@ -46,6 +46,26 @@ def folder_of(model_type: str, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
+def one_process(config, model):
+    """Train a model as a run did, and return the losses of the steps."""
+    settings, found = config.optim, []
+    learned = [p for p in model.parameters() if p.requires_grad]
+    betas = settings.beta1, settings.beta2
+    optimizer = torch.optim.AdamW(learned, betas=betas, eps=settings.eps, weight_decay=0.0)
+    sequences = open_sequences(config)[0].training()
+    for rate in metrics(config.run.out, "lr"):
+        loss = one_device(model, itertools.islice(sequences, config.sequences_per_step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learned, settings.clip)
+        for p in learned:  # norms and biases don't decay
+            p.data *= 1 - rate * settings.weight_decay * (p.ndim > 1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(each, marks=pytest.mark.long if each in EACH_KIND else pytest.mark.slow) for each in FAMILIES],
@@ -55,28 +75,13 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
     config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", lr=1e-3, steps=3, seq_len=61)
     check_run(config, 2)
     pools(2).run(train, config)
-    reader, _ = open_sequences(config)
-    plain = AutoModelForCausalLM.from_pretrained(source).float()
-    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
-    sequences, expected = reader.training(), []
-    settings = config.optim
-    for record in records(tmp_path / "run"):
-        loss = one_device(plain, itertools.islice(sequences, config.sequences_per_step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.clip)
-        for group in optimizer.param_groups:
-            group |= {"lr": record["lr"], "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-        for p in plain.parameters():  # norms and biases don't decay
-            p.data *= 1 - record["lr"] * settings.weight_decay * (p.ndim > 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = one_process(config, AutoModelForCausalLM.from_pretrained(source).float())
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
     for record in records(tmp_path / "run"):  # states that recurrent layers send are not among the attention's bytes
         more = record["bytes_sent"] - record["bytes_predicted"]
         assert more > 0 if model_type in HYBRIDS else more == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").float()
-    held_out = list(itertools.islice(reader.held_out(), 3))
+    held_out = list(itertools.islice(open_sequences(config)[0].held_out(), 3))
     with torch.no_grad():
         found = one_device(again, held_out).item()
     assert found == pytest.approx(summary_of(tmp_path / "run")["held_out_loss"], abs=1e-5)
@@ -212,20 +217,7 @@ def of_peft(config, exclude=None):
     torch.manual_seed(config.run.seed)
     options = {"target_modules": "all-linear", "exclude_modules": exclude, "task_type": "CAUSAL_LM"}
     model = get_peft_model(plain, LoraConfig(r=RANK, lora_alpha=2 * RANK, **options))
-    settings, found = config.optim, []
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    betas = settings.beta1, settings.beta2
-    optimizer = torch.optim.AdamW(adapters, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay)
-    sequences = open_sequences(config)[0].training()
-    for rate in metrics(config.run.out, "lr"):
-        loss = one_device(model, itertools.islice(sequences, config.sequences_per_step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(adapters, settings.clip)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found, model
+    return one_process(config, model), model
 
 
 def test_twenty_steps_are_those_of_peft_in_one_process(pools, corpus, llama, tmp_path):

@@ -28,11 +28,9 @@ def sides(pools):
     made.alone.shutdown()
 
 
-def _case(name):
-    return pytest.param(name, marks=pytest.mark.long if name in IN_CI else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", [_case(name) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_CI else pytest.mark.slow) for name in CASES]
+)
 def test_losses_norms_and_evaluations_are_the_stock_trainers(sides, name):
     found = sides.compare(CASES[name])
     assert CASES[name].holds(found), found

@@ -53,10 +53,6 @@ def spoilt(layer, **named):
     return patch.object(Trainer, "__init__", made)
 
 
-def train_spoilt_at_end(config):
-    return train_spoilt(config, "model.layers.1.mlp.down_proj", [2], 0, place=-1)
-
-
 def train_spoilt(config, layer, steps, rank, backward=False, place=0):
     with spoilt(layer, steps=steps, rank=rank, backward=backward, place=place):
         try:
@@ -89,7 +85,7 @@ def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, mo
 def test_a_token_without_a_target_is_found_by_its_output_too(pools, corpus, tmp_path):
     """The loss does not see it: the gradient does, by the weights that saw it."""
     config = config_of(corpus, tmp_path / "run", pack="none", seq_len=61)
-    reported = pools(1).run(train_spoilt_at_end, config)[0]
+    reported = pools(1).run(train_spoilt, config, "model.layers.1.mlp.down_proj", [2], 0, False, -1)[0]
     assert reported.startswith("step 2: loss ") and "loss nan" not in reported and "gradient norm nan" in reported
     assert "the output of model.layers.1.mlp.down_proj is the first" in reported
 

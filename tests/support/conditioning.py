@@ -67,7 +67,8 @@ def worst_share(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], moved
     """Return the greatest error, as a share of its bound: at most 1 if all results are right."""
     assert found.keys() == wanted.keys()
     bounds = bounds_of(wanted, moved)
-    return max(error_of(found[name], x) / max(bounds[name], 1e-300) for name, x in wanted.items())
+    shares = [error_of(found[name], x) / max(bounds[name], 1e-300) for name, x in wanted.items()]
+    return torch.tensor(shares, dtype=torch.float64).max().item()  # NaN if one is, unlike Python's maximum
 
 
 def share_of_loss(found: float, wanted: float, moved: float, dtype: torch.dtype = torch.float32) -> float:

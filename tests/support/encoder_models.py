@@ -1,6 +1,5 @@
 """Tiny encoders, and models that compute their attention or count their positions themselves, in fp64."""
 
-import copy
 import functools
 import itertools
 from typing import Any
@@ -9,10 +8,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading import forwards
-from burst_attention.testing import local_world
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.equal import check, equal
 from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 
@@ -69,9 +66,8 @@ def make_batch(head: str, case: str) -> dict[str, torch.Tensor]:
     return batch | {"labels": labels}
 
 
-def one_process(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and the gradients of one process, which runs each document alone."""
-    model = copy.deepcopy(model)
+def stock_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of one process, which runs each document alone."""
     if "position_ids" in batch:
         pieces = [{name: x[:, a:b] for name, x in batch.items()} for a, b in itertools.pairwise(DOCUMENTS)]
         logits = torch.cat([_logits(model, piece) for piece in pieces], 1)
@@ -81,9 +77,7 @@ def one_process(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     if forwards.has_stock_forward(model) and not type(model).__name__.endswith("ForMaskedLM"):
         # others don't shift labels, Bart for example
         logits, labels = logits[:, :-1], labels[:, 1:]
-    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def _logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -94,28 +88,7 @@ def _logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits
 
 
-def over_ranks(model: Any, batch: dict[str, torch.Tensor], group: Any, reduction: Any, prepare: Any) -> Any:
-    """The loss and the gradients of one rank of a parallelized copy of the model."""
-    model = copy.deepcopy(model)
-    hf.parallelize(model, group, strategy=WHOLE_HEADS, gradients=reduction)
-    if prepare is not None:
-        prepare(model)
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def worst_of(model, batch, world, *, prepare=None, dtype=torch.float32):
-    """Compare ranks with one process: return the shares of bounds of the loss and the worst gradient.
-
-    ``dtype``: the lowest precision in which the model computes.
-    """
-    (loss, gradients), moved = one_process(model, batch), one_process(moved_copy(model, dtype), batch)
-    reduction = "mean" if world == 3 else "sum"
-    with local_world(world, timeout=30) as ranks:
-        found = ranks.run(lambda group: over_ranks(model, batch, group, reduction, prepare))
-    assert {name for _, ours in found for name in ours} == gradients.keys()
-    share = world if reduction == "mean" else 1
-    totals = {name: sum(ours[name] for _, ours in found if name in ours) / share for name in gradients}
-    losses = [share_of_loss(ours.item(), loss.item(), moved[0].item(), dtype) for ours, _ in found]
-    return max(losses), worst_share(totals, gradients, moved[1])
+def check_step(model: Any, batch: dict[str, torch.Tensor], world: int, **options: Any) -> None:
+    """Compare ranks with one process; ``options``: of :func:`equal`."""
+    gradients = "mean" if world == 3 else "sum"
+    check(equal(model, batch, threads=world, stock=stock_loss, gradients=gradients, strategy=WHOLE_HEADS, **options))

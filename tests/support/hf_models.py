@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.equal import equal
 from tests.tools.families import model_class
 
 SEQLEN, VOCABULARY, WINDOW = 40, 64, 7
@@ -83,23 +83,20 @@ def cache_with_earlier_tokens():
     return cache
 
 
-def errors_against_the_model(name, plan, total=lambda gradient: gradient):
-    """Shares of bounds of the sharded loss and of the worst ``total`` of a gradient, against the model's own on one
-    device; and how far the loss is from that of the head's product alone."""
-    one = plan[None] if isinstance(plan, dict) else plan
-    batch = make_batch(one.seqlen)
-    theirs, ours = make_model(name, "eager"), make_model(name)
-    moved = moved_copy(theirs)
-    expected, other = (part(**batch, use_cache=False).loss for part in (theirs, moved))
-    expected.backward(), other.backward()
-    hf.parallelize(ours, plan=one.with_mask(Mask()))
-    with hf.shards(ours, batch) as shard:
-        hidden = ours.model(**shard)[0]
-    loss = hf.next_token_loss(ours, hidden, shard.labels, shard.plan)
-    loss.backward()
-    found = {key: total(parameter.grad) for key, parameter in ours.named_parameters()}
-    wanted, near = ({key: x.grad for key, x in part.named_parameters()} for part in (theirs, moved))
-    errors = share_of_loss(loss.item(), expected.item(), other.item()), worst_share(found, wanted, near)
-    with torch.no_grad():
-        plain = next_token_loss(hidden, ours.lm_head.weight, shard.labels, one)
-    return errors, (abs(loss - plain) / plain).item()
+def on_shards(name, seqlen=SEQLEN, **how):
+    """Compare the loss of a rank's own states with the model's own; ``how``: of :func:`equal`.
+
+    Return also how far the loss is from that of the head's product alone.
+    """
+    from_plain = []
+
+    def call(model, batch):
+        with hf.shards(model, batch) as shard:
+            hidden = model.model(**shard)[0]
+        loss = hf.next_token_loss(model, hidden, shard.labels, shard.plan)
+        with torch.no_grad():
+            plain = next_token_loss(hidden, model.lm_head.weight, shard.labels, shard.plan)
+        from_plain.append((abs(loss - plain) / plain).item())
+        return loss
+
+    return equal(make_model(name, "eager"), make_batch(seqlen), call=call, gradients="sum", **how), min(from_plain)

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -134,10 +135,9 @@ def apart(ours, theirs):
     """(relative difference of logits, of loss, the worst of the gradients and its name)."""
     logits, loss, gradients = theirs
     assert all(result[2].keys() == gradients.keys() for result in ours)
-    worst = max(
-        (relative(sum(result[2][name] for result in ours), gradient), name) for name, gradient in gradients.items()
-    )
-    return relative(ours[0][0], logits), abs(ours[0][1] / loss - 1), worst
+    errors = {name: relative(sum(result[2][name] for result in ours), x) for name, x in gradients.items()}
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    return relative(ours[0][0], logits), abs(ours[0][1] / loss - 1), (errors[worst], worst)
 
 
 def relative(x, y):

@@ -5,7 +5,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -169,13 +168,6 @@ def _like(known: Any, value: Any) -> Any:
 def image_token(config: Any) -> int:
     """The token in place of which features of images stand."""
     return next((getattr(config, name) for name in _IMAGES if hasattr(config, name)), IMAGE)
-
-
-def stock_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """The stock loss in the model's own precision; transformers would cast logits to fp32."""
-    logits = model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False).logits
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def text(model: Any, length: int = 37, rows: int = 2) -> dict[str, torch.Tensor]:

@@ -40,12 +40,7 @@ class Fault:
     only: str = ""
 
 
-def read_faults() -> list[Fault]:
-    """Return every seeded fault of ``tests/faults.toml``."""
-    return [Fault(**entry) for entry in tomllib.loads(FAULTS.read_text())["fault"]]
-
-
-SEEDED = read_faults()
+SEEDED = [Fault(**entry) for entry in tomllib.loads(FAULTS.read_text())["fault"]]
 
 
 def home_of(fault: Fault) -> str:

@@ -18,6 +18,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf.call import vision
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
+from tests.support.equal import stock_loss
 from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
 
 LARGEST = 30_000_000  # parameters of a model that is run
@@ -52,7 +53,7 @@ def judge(model_type: str) -> Verdict:
         return Verdict(model_type, "not built", first_line(error))
     try:
         batch = vision_models.images_and_text(alone)
-        expected = vision_models.stock_loss(alone, batch)
+        expected = stock_loss(alone, batch)
         expected.backward()
     except Exception as error:
         return _on_text(model_type, alone, first_line(error))
@@ -71,7 +72,7 @@ def _on_text(model_type: str, alone: Any, otherwise: str) -> Verdict:
             return verdict
         del batch["pixel_values"]
     try:
-        expected = vision_models.stock_loss(alone, batch)
+        expected = stock_loss(alone, batch)
         expected.backward()
     except Exception:
         refused = refusal_of(alone)

@@ -400,12 +400,10 @@ def test_few_keys_and_values_are_gathered_where_that_is_fastest() -> None:
     queries = Layout("zigzag", 2048, 8)
     offered = [[g.gather for g in cuts(queries, few, Strategy(), keys=keys)] for keys in (None, queries, many)]
     assert [any(each) for each in offered] == [True, True, False]  # all keys would take 256 times a rank's queries
-    named = make_schedule(2048, mask=Mask(), world=8, planner=planner, **options_of(strategy_of("all-gather")))
+    strategy = strategy_of("all-gather")
+    options = {each.name: getattr(strategy, each.name) for each in fields(strategy)}
+    named = make_schedule(2048, mask=Mask(), world=8, planner=planner, **options)
     assert named.decide(Shape(q_heads=32, kv_heads=32, **sizes)) == Candidate(Groups(gather=True), "key-value")
-
-
-def options_of(strategy: Strategy) -> dict[str, Any]:
-    return {each.name: getattr(strategy, each.name) for each in fields(strategy)}
 
 
 def test_explain_tells_what_and_why() -> None:

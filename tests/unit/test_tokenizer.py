@@ -52,16 +52,13 @@ def hub_tokenizer(folder, kind):
     return HubTokenizer(str(folder))
 
 
-def tokenizer_of(kind, folder):
-    return ByteTokenizer() if kind == "bytes" else hub_tokenizer(folder, kind)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return, by (architecture, kind), the tokenizer and the folder where it was saved with a model."""
     pairs = {}
     for architecture, kind in itertools.product(FAMILIES, ("bytes", "plain", "qwen2")):
-        tokenizer = tokenizer_of(kind, tmp_path_factory.mktemp(f"{kind}-own"))
+        own = tmp_path_factory.mktemp(f"{kind}-own")
+        tokenizer = ByteTokenizer() if kind == "bytes" else hub_tokenizer(own, kind)
         folder = model_folder(tmp_path_factory.mktemp(f"{architecture}-{kind}"), architecture)
         tokenizer.save(folder)
         pairs[architecture, kind] = tokenizer, folder
