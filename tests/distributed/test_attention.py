@@ -25,6 +25,7 @@ from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
 from burst_attention.testing import Case, attend, check, local_world
 from burst_attention.testing.check import compare, distributed_call, relative_l2
+from tests.support.conditioning import greatest
 from tests.support.pairwise import covering_array
 from tests.support.schedules import assigned, bytes_moved, make_schedule
 
@@ -141,7 +142,7 @@ def test_with_a_gradient_of_lse_the_error_is_that_of_d_rounded_once(dtype: torch
     check_cases(4, [case])
     with local_world(4) as ranks:
         for shares in ranks.run(rounded_once, case):
-            assert max(shares.values()) <= 0.01, shares  # with the D of an unrounded out, a quarter
+            assert greatest(shares.values()) <= 0.01, shares  # with the D of an unrounded out, a quarter
 
 
 @pytest.mark.parametrize("world", FACTORS["world"])
@@ -231,7 +232,7 @@ def test_extreme_logits(kernel: str) -> None:
     # P = e^(score - lse) then has this relative error.
     with local_world(2) as ranks:
         saturated = ranks.run(saturated_errors, kernel)
-    assert max(max(errors) for errors in saturated) <= 5e-3, saturated
+    assert greatest(greatest(errors) for errors in saturated) <= 5e-3, saturated
 
 
 def saturated_errors(group: Any, kernel: str) -> list[float]:
@@ -260,7 +261,7 @@ def test_the_lse_alone_has_a_gradient(kernel: str) -> None:
     factors = {"circulate": ["query", "key-value", "nearest"], "blank": ["all", "half", "one entry"]}
     with local_world(2) as ranks:
         for row in covering_array(factors | {"dtype": list(bounds)}):
-            worst = max(max(e) for e in ranks.run(lambda group, row=row: dlse_errors(group, kernel, **row)))
+            worst = greatest(greatest(e) for e in ranks.run(lambda group, row=row: dlse_errors(group, kernel, **row)))
             assert worst <= bounds[row["dtype"]], (row, worst)
 
 
@@ -310,7 +311,7 @@ def test_any_assignment_of_pairs(world: int, route: str) -> None:
     with local_world(world) as ranks:
         for seed, mask in SEEDS:
             for errors in ranks.run(swept, seed, route, mask):
-                assert max(errors) <= 1e-12, (seed, mask, errors)
+                assert greatest(errors) <= 1e-12, (seed, mask, errors)
 
 
 @pytest.mark.parametrize(("world", "count", "shared"), [(2, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 4)])
@@ -320,7 +321,7 @@ def test_any_assignment_of_cells(world: int, count: int, shared: int) -> None:
             route = ["direct", "nodes"][seed % 2]
             groups = Groups.of(count, q_heads=4, kv_heads=shared, chunks=0 if route == "nodes" else 2 + seed)
             for errors in ranks.run(swept, seed, route, mask, groups, shared):
-                assert max(errors) <= 1e-12, (seed, mask, errors)
+                assert greatest(errors) <= 1e-12, (seed, mask, errors)
 
 
 def alone(group: Any, mask: Mask) -> tuple:

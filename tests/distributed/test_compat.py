@@ -19,6 +19,7 @@ from burst_attention.compat.yunchang import LAYOUTS, LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
+from tests.support.conditioning import greatest
 
 BATCH = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 VARLEN = ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
@@ -88,7 +89,7 @@ def worst(group, name, packing, tensors, borders, causal, right, *more):
     """The largest relative error of out, dq, dk, dv, lse on this rank."""
     where, found = called(group, name, packing, tensors, borders, causal, *more)
     shards = [y.index_select(2 if n == 4 else 1, where) for n, y in enumerate(right)]
-    return max(map(relative_l2, found, shards))
+    return greatest(map(relative_l2, found, shards))
 
 
 def small(world: int, name: str) -> list[int]:
@@ -114,7 +115,7 @@ def test_every_function_is_dense_attention(world: int) -> None:
         right = expected(tensors, Mask(causal=causal or window[1] == 0, **cut))
         with local_world(world) as ranks:
             found = ranks.run(worst, name, packing, tensors, borders, causal, right, window)
-        assert max(found) <= 1e-12, (name, packing, causal, window)
+        assert greatest(found) <= 1e-12, (name, packing, causal, window)
 
 
 def test_one_rank_needs_no_process_group() -> None:
@@ -330,7 +331,7 @@ def test_equals_dense_attention(kind: str, causal: bool, softcap: float) -> None
         out.backward(dout[:, where])
         found = [out, *(x.grad for x in leaves)]
         wanted = [x.transpose(1, 2)[:, where] for x in (right.out, right.dq, right.dk, right.dv)]
-        return max(map(relative_l2, found, wanted))
+        return greatest(map(relative_l2, found, wanted))
 
     with local_world(4, timeout=20) as ranks:
-        assert max(ranks.run(rank)) <= 1e-12
+        assert greatest(ranks.run(rank)) <= 1e-12

@@ -15,6 +15,7 @@ from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.distributed.test_hf_parallel import BATCHES
 from tests.support.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
+from tests.support.conditioning import greatest
 from tests.support.equal import check, equal
 from tests.support.hf_models import fixed_strategy, make_model
 
@@ -46,7 +47,7 @@ def trained(tuner, variant=None, case=CASE, late=False):
         found = equal(alone, batch, model=model)
     except (TypeError, ValueError) as refusal:
         return f"{type(refusal).__name__}: {refusal}"
-    return found, max(x.grad.norm().item() for x in alone.parameters() if x.grad is not None)
+    return found, greatest(x.grad.norm().item() for x in alone.parameters() if x.grad is not None)
 
 
 def judge(results, refusal):

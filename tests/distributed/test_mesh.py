@@ -24,7 +24,7 @@ from burst_attention.integrations.hf.tensor import parts as tensor_parts
 from burst_attention.integrations.hf.tensor import styles as tensor_styles
 from burst_attention.loss import next_token_loss
 from tests.distributed.test_hf_parallel import packed, plain
-from tests.support.conditioning import moved_copy, share_of_loss, worst_share
+from tests.support.conditioning import greatest, moved_copy, share_of_loss, worst_share
 from tests.support.equal import Alone, check, step_of
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, make_model
 from tests.tools.families import model_class
@@ -522,7 +522,7 @@ def checkpointed(name, folder, by_context):
         checkpoint.load(state, checkpoint_id=f"{folder}/sharded")
         set_model_state_dict(other, state)
         errors += [(x.full_tensor() - wanted[key]).abs().max().item() for key, x in other.named_parameters()]
-    return max(errors)
+    return greatest(errors)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def saved_by_fsdp(axis, sizes, folder):
     back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert (Path(folder) / "model.safetensors.index.json").exists()  # by position: the size of a file
     wanted = dict(model_of("tied").named_parameters())
-    return max((x - wanted[key]).abs().max().item() for key, x in back.named_parameters())
+    return greatest((x - wanted[key]).abs().max().item() for key, x in back.named_parameters())
 
 
 @pytest.mark.parametrize(("axis", "sizes"), [(True, (1, 2, 1)), (False, (2, 1, 1))])

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.plan import plan_of
 from burst_attention.testing import attend, local_world
+from tests.support.conditioning import greatest
 
 MASKS = [Mask(), Mask(window=3), Mask(causal=False), Mask(cu_seqlens=[0, 4, 4, 10]), Mask(prefix=4)]
 
@@ -90,7 +91,7 @@ def test_the_plans_of_a_loaders_worker_are_not_mistaken_for_plans_of_this_proces
     loader = DataLoader(Windows(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     came = list(loader)
     assert [plan.mask.window for plan in came] == [1, 2, 3, 4]
-    assert max(error_of(plan) for plan in [*came, *here]) < 1e-14
+    assert greatest(error_of(plan) for plan in [*came, *here]) < 1e-14
 
 
 def over_a_group(group=None):

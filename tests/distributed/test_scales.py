@@ -12,6 +12,7 @@ from burst_attention.compat import ring_flash_attn as compat
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import relative_l2
 from burst_train.step.compare import whole_attention
+from tests.support.conditioning import greatest
 
 SIGNS = (-0.7, 0.0, 0.3)
 CASE = Case(seqlen=44, q_heads=4, kv_heads=2, head_dim=8)
@@ -32,7 +33,7 @@ def errors(case: Case, scale: float, attention=burst_attention, group=None) -> f
 
 def worst(world: int, case: Case, scale: float, attention: Any = burst_attention) -> float:
     with local_world(world) as ranks:
-        return max(ranks.run(lambda group: errors(case, scale, attention, group)))
+        return greatest(ranks.run(lambda group: errors(case, scale, attention, group)))
 
 
 @pytest.mark.parametrize("scale", SIGNS)
@@ -80,7 +81,7 @@ def by_ring_flash_attn(group: Any, scale: float) -> float:
 @pytest.mark.parametrize("scale", SIGNS)
 def test_every_sign_by_other_packages_names(scale: float) -> None:
     with local_world(2) as ranks:
-        assert max(ranks.run(by_ring_flash_attn, scale)) < 1e-5
+        assert greatest(ranks.run(by_ring_flash_attn, scale)) < 1e-5
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0])

@@ -7,8 +7,9 @@ digits that fits one processor fails on another, whose matrix products add up in
 from __future__ import annotations
 
 import copy
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -68,10 +69,20 @@ def worst_share(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], moved
     assert found.keys() == wanted.keys()
     bounds = bounds_of(wanted, moved)
     shares = [error_of(found[name], x) / max(bounds[name], 1e-300) for name, x in wanted.items()]
-    return torch.tensor(shares, dtype=torch.float64).max().item()  # NaN if one is, unlike Python's maximum
+    return greatest(shares)
 
 
 def share_of_loss(found: float, wanted: float, moved: float, dtype: torch.dtype = torch.float32) -> float:
     """Return a loss's relative error, as a share of its bound. transformers rounds most losses to fp32."""
     bound = FACTOR * max(abs(moved / wanted - 1), torch.finfo(dtype).eps / 2)
     return abs(found / wanted - 1) / bound
+
+
+def greatest(errors: Iterable[float]) -> float:
+    """Return the greatest error; NaN if one is, unlike Python's maximum."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def name_of_worst(errors: Mapping[str, float]) -> str:
+    """Return the name of the greatest error; a NaN is greater than any."""
+    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,8 @@ from burst_attention import Strategy
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.tools import families
+
+from .conditioning import name_of_worst
 
 VOCABULARY = 61
 _BASE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -136,7 +137,7 @@ def apart(ours, theirs):
     logits, loss, gradients = theirs
     assert all(result[2].keys() == gradients.keys() for result in ours)
     errors = {name: relative(sum(result[2][name] for result in ours), x) for name, x in gradients.items()}
-    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    worst = name_of_worst(errors)
     return relative(ours[0][0], logits), abs(ours[0][1] / loss - 1), (errors[worst], worst)
 
 

@@ -41,6 +41,7 @@ from burst_attention.integrations.hf.reading import Kind, forwards, known, read
 from burst_attention.integrations.hf.reading.forwards import body_of
 from burst_attention.integrations.hf.reading.structure import attention_configs
 from burst_attention.testing import WorkerError, local_world
+from tests.support.conditioning import greatest, name_of_worst
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
@@ -278,7 +279,7 @@ def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
 
 def _compared(model_type, alone, expected, models, loss, logits):
     """Compare the loss, the logits and the gradient of each parameter with those of one process."""
-    off = max(abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach()))
+    off = greatest([abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach())])
     apart, worst = worst_of(alone, models)
     right = off <= BOUND and apart <= GRADIENT_BOUND
     text = "" if right else f"loss or logits by {off:.0e}, {worst} by {apart:.0e}"
@@ -289,7 +290,7 @@ def _compared(model_type, alone, expected, models, loss, logits):
 def worst_of(alone: Any, models: list[Any]) -> tuple[float, str]:
     """The largest difference of a gradient between the ranks' models and one process, and the parameter's name."""
     apart = apart_of(gradients_of(alone), models)
-    worst = max(apart, key=lambda name: apart[name])
+    worst = name_of_worst(apart)
     return apart[worst], worst
 
 
@@ -301,7 +302,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
 def apart_of(gradients: dict[str, torch.Tensor], models: list[Any]) -> dict[str, float]:
     """How far the sum over the ranks' models is from each gradient, relative to its norm."""
     # A gradient that is nothing but rounding has no digits to compare.
-    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
+    floor = 1e-5 * greatest(gradient.norm().item() for gradient in gradients.values())
     ours = [dict(model.named_parameters()) for model in models]
     totals = {name: sum(mine[name].grad for mine in ours if mine[name].grad is not None) for name in gradients}
     return {

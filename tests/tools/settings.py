@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading import forwards
 from burst_attention.testing import WorkerError, local_world
-from tests.support.conditioning import FACTOR, moved_copy
+from tests.support.conditioning import FACTOR, moved_copy, name_of_worst
 from tests.support.hf_models import WHOLE_HEADS
 from tests.tools import families
 from tests.tools.families import BOUND, GRADIENT_BOUND, SEQLEN, WORLD, first_line, refusal
@@ -253,12 +253,12 @@ def _stepped(
 
     off = abs(ranks.run(rank)[0] / expected - 1)
     apart = families.apart_of(families.gradients_of(alone), models)
-    wrong = {name: apart[name] for name in apart if apart[name] > GRADIENT_BOUND}
+    wrong = {name: apart[name] for name in apart if not apart[name] <= GRADIENT_BOUND}
     if wrong:
         again(moved := moved_copy(alone))
         changes = families.apart_of(families.gradients_of(alone), [moved])
-        wrong = {name: x for name, x in wrong.items() if x > FACTOR * changes[name]}
-    worst = max(wrong, key=lambda name: wrong[name], default=None)
+        wrong = {name: x for name, x in wrong.items() if not x <= FACTOR * changes[name]}
+    worst = name_of_worst(wrong) if wrong else None
     of_worst = "no gradient" if worst is None else f"{worst} by {wrong[worst]:.0e}"
     return "" if off <= BOUND and not wrong else f"loss by {off:.0e}, {of_worst}"
 

@@ -18,6 +18,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf.call import vision
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
+from tests.support.conditioning import greatest, name_of_worst
 from tests.support.equal import stock_loss
 from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
 
@@ -106,8 +107,8 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
     inner = vision.language_model_of(alone)
     text = {id(each) for each in (alone if inner is None else inner).parameters()}
     wanted = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
-    floor, apart = 1e-5 * max(each.norm().item() for each in wanted.values()), apart_of(wanted, models)
-    worst = max(apart, key=lambda name: apart[name])
+    floor, apart = 1e-5 * greatest(each.norm().item() for each in wanted.values()), apart_of(wanted, models)
+    worst = name_of_worst(apart)
     off = abs(loss / expected - 1)
     right = off <= BOUND and apart[worst] <= GRADIENT_BOUND
     moved = [n for n, p in alone.named_parameters() if id(p) not in text and n in wanted and wanted[n].norm() > floor]
