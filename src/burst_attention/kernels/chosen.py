@@ -159,14 +159,14 @@ def rows_of(indices: Tensor, positions: Tensor, tiles: Tiles, span: int) -> Tens
     return at if most == at.shape[-1] else at.sort(-1, descending=True).values[..., :most]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of each query over its chosen rows; 0 and -inf without any.
 
-    q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. out is [B, Hq, Sq, Dv] and
-    lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
+    q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. An int ``v`` is Dv: the
+    value is the first Dv numbers of its key. out is [B, Hq, Sq, Dv] and lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
     """
-    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-    if _is_dense(k, v, at):
+    out, lse = blank_output(q, values_in(k, v), q.shape[2], accumulation_dtype(q.dtype))
+    if _is_dense(q, k, v, at):
         for each in _dense_blocks(q, k, v, at):
             scores = each.scores(scale)
             total = torch.logsumexp(scores, -1)
@@ -175,27 +175,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[
                 out[each.queries] = (dense @ each.values).view(*each.shape, -1)
             lse[each.queries] = total.view(each.shape)
         return out, lse
-    keys, values = _Gathered(k), _Gathered(v)
-    for rows in _row_blocks(k, v, at):
-        index = keys.index(at[:, :, rows])
-        scores = _scores(_grouped(q, k, rows), keys.take(index), at[:, :, rows], scale)
+    held = _Gathered(k, v, at)
+    for block in held.blocks():
+        scores = held.hide((held.grouped(q, block) @ held.keys.mT).mul_(scale))
         total = torch.logsumexp(scores, -1)
         p = scores.sub_(finite_lse(total).unsqueeze(-1)).exp_()
-        lse[:, :, rows], out[:, :, rows] = _flat(total), _flat(p @ values.take(index))
+        lse[:, :, block], out[:, :, block] = held.flat(total), held.flat(p @ held.values)
     return out, lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, at: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor | int, lse: Tensor, delta: Tensor, at: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv) of the chosen rows, in fp32 (fp64 for fp64), in the shapes of q, k, v.
 
-    dout is [B, Hq, Sq, Dv]. lse and delta are those of whole rows, [B, Hq, Sq]; lse is 0 in rows that see nothing.
+    dout is [B, Hq, Sq, Dv]. lse and delta are those of whole rows, [B, Hq, Sq]; lse is 0 in rows that see nothing. If
+    ``v`` is an int, dk is the gradient of the rows, and there is no dv.
     """
     wide = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    if _is_dense(k, v, at):
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    if _is_dense(q, k, v, at):
+        dk = torch.zeros(k.shape, dtype=wide, device=k.device)
+        dv = dk[..., :v] if isinstance(v, int) else torch.zeros(v.shape, dtype=wide, device=v.device)
         for each in _dense_blocks(q, k, v, at):
             grads = dout[each.queries].to(wide).flatten(0, 1)
             sums, own = (x[each.queries].flatten().unsqueeze(-1) for x in (lse, delta))
@@ -206,24 +207,33 @@ def backward(
             with each.spread(ds) as dense:
                 dq[each.queries] = (dense @ each.keys).view(*each.shape, -1)
                 dk[each.keys_at].addmm_(dense.mT, each.rows)
-        return dq, dk, dv
-    keys, values = _Gathered(k, sums=True), _Gathered(v, sums=True)
-    for rows in _row_blocks(k, v, at):
-        index = keys.index(at[:, :, rows])
-        queries, grads, *stats = (_grouped(x, k, rows) for x in (q, dout, lse[..., None], delta[..., None]))
-        chosen = keys.take(index)
-        p = _scores(queries, chosen, at[:, :, rows], scale).sub_(stats[0]).exp_()
-        ds = (grads @ values.take(index).mT).sub_(stats[1]).mul_(p).mul_(scale)
-        dq[:, :, rows] = _flat(ds @ chosen)
-        keys.add(index, ds.mT @ queries)
-        values.add(index, p.mT @ grads)
-    return dq, keys.sums(), values.sums()
+        return (dq, dk) if isinstance(v, int) else (dq, dk, dv)
+    held = _Gathered(k, v, at, sums=True)
+    for block in held.blocks():
+        queries, grads, *stats = (held.grouped(x, block) for x in (q, dout, lse[..., None], delta[..., None]))
+        stacked = held.stacked(queries, grads)
+        scores, ds = held.products(stacked).chunk(2, 1)
+        p = held.hide(scores.mul_(scale)).sub_(stats[0]).exp_()
+        ds = ds.sub_(stats[1]).mul_(p).mul_(scale)
+        dq[:, :, block] = held.flat(ds @ held.keys)
+        held.add(torch.cat([ds, p], 1), stacked)
+    return dq, *held.sums()
 
 
-def _is_dense(k: Tensor, v: Tensor, at: Tensor) -> bool:
-    """Return whether to multiply by all keys: they are not many more than the chosen ones, and hold no infinity."""
-    few = 0 < k.shape[2] <= _DENSE * at.shape[-1]
-    return few and bool(torch.isfinite(k).all() & torch.isfinite(v).all())  # a weight of 0 doesn't hide others
+def values_in(k: Tensor, v: Tensor | int) -> Tensor:
+    """Return the values [B, Hkv, Sk, Dv]; if ``v`` is an int, the first numbers of the keys."""
+    return k[..., :v] if isinstance(v, int) else v
+
+
+def _is_dense(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> bool:
+    """Return whether to multiply by all keys: they are not many more than the chosen ones, and hold no infinity.
+
+    The queries of a group share what they gather, so a gather pays earlier for a large group.
+    """
+    groups = q.shape[1] // k.shape[1]
+    few = 0 < k.shape[2] <= _DENSE / groups * at.shape[-1]
+    finite = torch.isfinite(k).all() & torch.isfinite(values_in(k, v)).all() if few else few
+    return bool(finite)  # a weight of 0 doesn't hide others
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,10 +272,10 @@ class _DenseBlock:
         whole.scatter_(-1, self.at, 0.0)
 
 
-def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_DenseBlock]:
+def _dense_blocks(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> Iterator[_DenseBlock]:
     """Yield blocks whose scores fit a core's cache."""
     wide, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-    k, v = k.to(wide), v.to(wide)
+    k, values = k.to(wide), values_in(k, v).to(wide)
     size = min(at.shape[2], max(16, _SCORES // (groups * k.shape[2])))
     room = groups * size * (k.shape[2] + 1)
     memory = k.new_empty(room), k.new_zeros(room)
@@ -283,56 +293,81 @@ def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_Dens
             own, hidden = (x[batch, head % x.shape[1]].expand(groups, -1, -1).flatten(0, 1) for x in (chosen, none))
             rows = q[batch, heads, queries].to(wide).flatten(0, 1)
             places = (batch, heads, queries), shape, (batch, head, keys)
-            yield _DenseBlock(rows, k[batch, head, keys], v[batch, head, keys], own, hidden, *places, memory)
-
-
-def _row_blocks(k: Tensor, v: Tensor, at: Tensor) -> Iterator[slice]:
-    """Yield slices of the queries, so that their gathered keys and values take little memory."""
-    each = k.shape[0] * k.shape[1] * at.shape[-1] * (k.shape[3] + v.shape[3])
-    size = max(1, _GATHERED // max(1, each * accumulation_dtype(k.dtype).itemsize))
-    for first in range(0, at.shape[2] if at.shape[-1] else 0, size):
-        yield slice(first, min(first + size, at.shape[2]))
-
-
-def _grouped(x: Tensor, k: Tensor, rows: slice) -> Tensor:
-    """Return rows of [B, Hq, Sq, ...] as [B, Hkv, rows, Hq / Hkv, ...], widened."""
-    return x[:, :, rows].to(accumulation_dtype(x.dtype)).unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Return [B, Hkv, rows, Hq / Hkv, ...] as [B, Hq, rows, ...]."""
-    return x.transpose(2, 3).flatten(1, 2)
-
-
-def _scores(queries: Tensor, chosen: Tensor, at: Tensor, scale: float) -> Tensor:
-    """Return scaled scores [B, Hkv, rows, Hq / Hkv, m], -inf where nothing is chosen."""
-    return (queries @ chosen.mT).mul_(scale).masked_fill_((at < 0).unsqueeze(3), -math.inf)
+            yield _DenseBlock(rows, k[batch, head, keys], values[batch, head, keys], own, hidden, *places, memory)
 
 
 class _Gathered:
-    """Rows of keys or values [B, H, Sk, D] by index, and sums of their gradients."""
+    """Rows [key | value] gathered for blocks of queries, and sums of their gradients.
 
-    def __init__(self, x: Tensor, *, sums: bool = False) -> None:
+    N counts the queries of a block times B Hkv, G = Hq / Hkv those that share a choice, m the chosen rows, W the numbers
+    of a row. All blocks use the same memory: fresh memory would cost more time than the gather.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor | int, at: Tensor, *, sums: bool = False) -> None:
+        self._joint, self._at, (self._batch, self._heads, count, width) = isinstance(v, int), at, k.shape
+        rows, self._of_keys = k if isinstance(v, int) else torch.cat([k, v], -1), slice(width)
+        self._of_values = slice(v) if isinstance(v, int) else slice(width, None)
         # A row of zeros stands for no key: a zero weight times an infinity would be NaN.
-        self._rows = torch.nn.functional.pad(x, (0, 0, 0, 1)).flatten(0, 2)
-        self._shape = x.shape
-        self._sums = torch.zeros_like(self._rows, dtype=accumulation_dtype(x.dtype)) if sums else x.new_empty(0)
+        self._rows = torch.nn.functional.pad(rows.to(accumulation_dtype(k.dtype)), (0, 0, 0, 1)).flatten(0, 2)
+        self._sums = torch.zeros_like(self._rows) if sums else None
+        self._none = count
+        self._first = torch.arange(0, len(self._rows), count + 1, device=k.device).view(*k.shape[:2], 1, 1)
+        each = k.shape[0] * k.shape[1] * at.shape[-1]
+        self._size = min(at.shape[2], max(1, _GATHERED // max(1, each * self._rows[0].nbytes)))
+        self._memory = self._rows.new_empty(each * self._size, self._rows.shape[1])
 
-    def index(self, at: Tensor) -> Tensor:
-        """Return the indices of rows [B, C, rows, m] for all heads, [B, H, rows, m]."""
-        batch, heads, count, _ = self._shape
-        first = torch.arange(batch * heads, device=at.device).view(batch, heads, 1, 1) * (count + 1)
-        return torch.where(at < 0, count, at) + first
+    def blocks(self) -> Iterator[slice]:
+        """Gather rows for block after block of queries; yield which queries."""
+        for first in range(0, self._at.shape[2] if self._at.shape[-1] else 0, self._size):
+            block = slice(first, min(first + self._size, self._at.shape[2]))
+            at = self._at[:, :, block]
+            self._hidden = (at < 0).expand(-1, self._heads, -1, -1).flatten(0, 2).unsqueeze(1)
+            self._index = torch.where(at < 0, self._none, at).add(self._first).flatten()
+            taken = self._memory[: len(self._index)]
+            self._taken = torch.index_select(self._rows, 0, self._index, out=taken).unflatten(0, (-1, at.shape[-1]))
+            yield block
 
-    def take(self, index: Tensor) -> Tensor:
-        """Return the rows, widened: [B, H, rows, m, D]."""
-        taken = self._rows.index_select(0, index.flatten())
-        return taken.to(accumulation_dtype(taken.dtype)).unflatten(0, index.shape)
+    @property
+    def keys(self) -> Tensor:
+        """The gathered keys [N, m, D]."""
+        return self._taken[..., self._of_keys]
 
-    def add(self, index: Tensor, grads: Tensor) -> None:
-        """Add gradients [B, H, rows, m, D] to their rows."""
-        self._sums.index_add_(0, index.flatten(), grads.flatten(0, 3))
+    @property
+    def values(self) -> Tensor:
+        """The gathered values [N, m, Dv]."""
+        return self._taken[..., self._of_values]
 
-    def sums(self) -> Tensor:
-        """Return the sums of gradients, [B, H, Sk, D]."""
-        return self._sums.unflatten(0, (*self._shape[:2], -1))[:, :, :-1]
+    def grouped(self, x: Tensor, block: slice) -> Tensor:
+        """Return rows of [B, Hq, Sq, ...] as [N, G, ...], widened."""
+        x = x[:, :, block].to(self._rows.dtype)
+        return x.unflatten(1, (self._heads, -1)).transpose(2, 3).flatten(0, 2)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return [N, G, ...] as [B, Hq, rows, ...]."""
+        return x.unflatten(0, (self._batch, self._heads, -1)).transpose(2, 3).flatten(1, 2)
+
+    def stacked(self, queries: Tensor, grads: Tensor) -> Tensor:
+        """Return [N, 2 G, W], whose products with rows are those of queries with keys, then of grads with values."""
+        whole = queries.new_zeros(len(queries), 2, queries.shape[1], self._rows.shape[1])
+        whole[:, 0, :, self._of_keys], whole[:, 1, :, self._of_values] = queries, grads
+        return whole.flatten(1, 2)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return x [N, ..., W] times the gathered rows."""
+        return x @ self._taken.mT
+
+    def hide(self, scores: Tensor) -> Tensor:
+        """Write -inf to scores [N, G, m] where nothing is chosen."""
+        return scores.masked_fill_(self._hidden, -math.inf)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add x [N, 2 G, m] transposed times y [N, 2 G, W] to the sums of the gathered rows. Overwrites the rows."""
+        assert self._sums is not None
+        torch.bmm(x.mT, y, out=self._taken)
+        self._sums.index_add_(0, self._index, self._taken.flatten(0, 1))
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """Return the sums of gradients [B, H, Sk, D] of keys, and those of values unless they are part of the keys."""
+        assert self._sums is not None
+        whole = self._sums.unflatten(0, (self._batch, self._heads, -1))[:, :, :-1]
+        return (whole,) if self._joint else (whole[..., self._of_keys], whole[..., self._of_values])
