@@ -30,12 +30,12 @@ _DENSE = 32  # up to this many keys for each chosen one, products with all keys 
 _SCORES = 1 << 20  # scores of a block of queries and all keys
 
 
-def candidates(scores: Tensor, positions: Tensor) -> Tensor:
+def candidates(scores: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """Return candidates, int64 [..., n], of fp32 scores [..., n] at int64 positions [n]. A NaN ranks as infinity."""
     exact = torch.nan_to_num(scores, nan=math.inf, posinf=math.inf, neginf=-math.inf)
     bits = exact.add_(0.0).view(torch.int32)  # of equal zeros, too: -0 + 0 is 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return ordered.to(torch.int64).mul_(1 << 32).add_(_LOW - positions)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    return torch.add(_LOW - positions, bits, alpha=1 << 32, out=out)
 
 
 def positions_of(found: Tensor) -> Tensor:
@@ -62,20 +62,38 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
         tiles: which keys each query sees.
     """
     found = q.new_full((q.shape[0], 1, q.shape[2], count), NONE, dtype=torch.int64)
+    keys, room = k[:, 0].float().mT, q.new_empty(2, 0, dtype=torch.float32)
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        keys, total = k[:, 0, columns].float().mT, None
+        rows, columns, size = *_slices(tile), tile.rows * tile.columns * q.shape[0]
+        if room.shape[1] < size:
+            room = room.new_empty(2, size)
+        scores, total = room[:, :size].view(2, q.shape[0], tile.rows, tile.columns)
         for head in range(q.shape[1]):  # all heads at once would hold as many blocks of scores
-            scores = torch.relu_((q[:, head, rows].float() @ keys).mul_(scale))
-            scores.mul_(weights[:, head, rows, None])
-            total = scores if total is None else total.add_(scores)
-        assert total is not None
-        each = candidates(total, positions[columns])
-        if not tile.full:
-            each.masked_fill_(~band_seen(tile, q.device), NONE)
-        joined = torch.cat([found[:, 0, rows], each], -1)
+            scores.baddbmm_(q[:, head, rows].float(), keys[..., columns], beta=0, alpha=scale).relu_()
+            factor = weights[:, head, rows, None]
+            total = torch.mul(scores, factor, out=total) if head == 0 else total.addcmul_(scores, factor)
+        joined = found.new_empty(q.shape[0], tile.rows, count + tile.columns)
+        joined[..., :count] = found[:, 0, rows]
+        _hide(candidates(total, positions[columns], out=joined[..., count:]), tile)
         found[:, 0, rows] = best(joined, count)
     return found
+
+
+def _hide(found: Tensor, tile: Tile) -> None:
+    """Write NONE to candidates [B, rows, columns] of a tile where a query does not see a key."""
+    first = max(0, tile.rows - 1 - tile.hi)
+    last = max(first, 1 - tile.lo)  # all queries see the columns between
+    for columns in (slice(0, first), slice(last, tile.columns)):
+        edge = found[..., columns]
+        if edge.numel():
+            places = torch.arange(columns.start, columns.stop, device=found.device)
+            distance = torch.arange(tile.rows, device=found.device).unsqueeze(1) - places
+            edge.masked_fill_((distance < tile.lo) | (distance > tile.hi), NONE)
+
+
+def _slices(tile: Tile) -> tuple[slice, slice]:
+    """Return a tile's rows and columns."""
+    return slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
 
 
 def choose_blocks(
@@ -95,7 +113,7 @@ def choose_blocks(
     """
     found = q.new_full((*q.shape[:3], count), NONE, dtype=torch.int64)
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        rows, columns = _slices(tile)
         scores = q[:, :, rows].float() @ k[:, :, columns].float().mT
         if not tile.full:
             scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
