@@ -195,7 +195,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> 
         return out, lse
     held = _Gathered(k, v, at)
     for block in held.blocks():
-        scores = held.hide((held.grouped(q, block) @ held.keys.mT).mul_(scale))
+        scores = held.hide((held.grouped(q, block) * scale) @ held.keys.mT)
         total = torch.logsumexp(scores, -1)
         p = scores.sub_(finite_lse(total).unsqueeze(-1)).exp_()
         lse[:, :, block], out[:, :, block] = held.flat(total), held.flat(p @ held.values)
@@ -229,11 +229,11 @@ def backward(
     held = _Gathered(k, v, at, sums=True)
     for block in held.blocks():
         queries, grads, *stats = (held.grouped(x, block) for x in (q, dout, lse[..., None], delta[..., None]))
-        stacked = held.stacked(queries, grads)
+        stacked = held.stacked(queries * scale, grads)
         scores, ds = held.products(stacked).chunk(2, 1)
-        p = held.hide(scores.mul_(scale)).sub_(stats[0]).exp_()
-        ds = ds.sub_(stats[1]).mul_(p).mul_(scale)
-        dq[:, :, block] = held.flat(ds @ held.keys)
+        p = held.hide(scores).sub_(stats[0]).exp_()
+        ds = ds.sub_(stats[1]).mul_(p)
+        dq[:, :, block] = held.flat((ds @ held.keys) * scale)
         held.add(torch.cat([ds, p], 1), stacked)
     return dq, *held.sums()
 
