@@ -63,7 +63,7 @@ def noting_choices(model):
 
 
 class Sent:
-    """Notes what the kernel gets as keys and values: (heads, numbers of a key, numbers of a value inside of it or 0)."""
+    """Notes what the kernel gets: (key heads, numbers of a key, those that are its value or 0)."""
 
     def __init__(self, monkeypatch):
         self.found = set()

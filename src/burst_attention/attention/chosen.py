@@ -312,8 +312,8 @@ class ChosenBackward(_OfChosen, Backward):
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         (dout, q, stats, indices), (k, *v, positions) = query, key
-        given = dout, q, k, v[0] if v else self.inside, *stats.unbind(-1), self.rows(indices, positions, tiles)
-        dq, *of_keys = chosen.backward(*given, self.scale)
+        at, values = self.rows(indices, positions, tiles), v[0] if v else self.inside
+        dq, *of_keys = chosen.backward(dout, q, k, values, stats[..., 0], stats[..., 1], at, self.scale)
         return {Side.QUERY: (dq,), Side.KEY: tuple(of_keys)}
 
 

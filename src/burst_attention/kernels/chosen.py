@@ -183,7 +183,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> 
     q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. An int ``v`` is Dv: the
     value is the first Dv numbers of its key. out is [B, Hq, Sq, Dv] and lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
     """
-    out, lse = blank_output(q, values_in(k, v), q.shape[2], accumulation_dtype(q.dtype))
+    out, lse = blank_output(q, _values(k, v), q.shape[2], accumulation_dtype(q.dtype))
     if _is_dense(q, k, v, at):
         for each in _dense_blocks(q, k, v, at):
             scores = each.scores(scale)
@@ -238,7 +238,7 @@ def backward(
     return dq, *held.sums()
 
 
-def values_in(k: Tensor, v: Tensor | int) -> Tensor:
+def _values(k: Tensor, v: Tensor | int) -> Tensor:
     """Return the values [B, Hkv, Sk, Dv]; if ``v`` is an int, the first numbers of the keys."""
     return k[..., :v] if isinstance(v, int) else v
 
@@ -250,8 +250,7 @@ def _is_dense(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> bool:
     """
     groups = q.shape[1] // k.shape[1]
     few = 0 < k.shape[2] <= _DENSE / groups * at.shape[-1]
-    finite = torch.isfinite(k).all() & torch.isfinite(values_in(k, v)).all() if few else few
-    return bool(finite)  # a weight of 0 doesn't hide others
+    return few and all(bool(torch.isfinite(x).all()) for x in (k, _values(k, v)))  # a weight of 0 doesn't hide others
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +292,7 @@ class _DenseBlock:
 def _dense_blocks(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> Iterator[_DenseBlock]:
     """Yield blocks whose scores fit a core's cache."""
     wide, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-    k, values = k.to(wide), values_in(k, v).to(wide)
+    k, values = k.to(wide), _values(k, v).to(wide)
     size = min(at.shape[2], max(16, _SCORES // (groups * k.shape[2])))
     room = groups * size * (k.shape[2] + 1)
     memory = k.new_empty(room), k.new_zeros(room)
@@ -317,32 +316,32 @@ def _dense_blocks(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> Iterator
 class _Gathered:
     """Rows [key | value] gathered for blocks of queries, and sums of their gradients.
 
-    N counts the queries of a block times B Hkv, G = Hq / Hkv those that share a choice, m the chosen rows, W the numbers
-    of a row. All blocks use the same memory: fresh memory would cost more time than the gather.
+    N counts the queries of a block times B Hkv, G = Hq / Hkv, m the chosen rows, W the numbers of a row. All blocks use
+    the same memory: fresh memory would cost more time than the gather.
     """
 
     def __init__(self, k: Tensor, v: Tensor | int, at: Tensor, *, sums: bool = False) -> None:
-        self._joint, self._at, (self._batch, self._heads, count, width) = isinstance(v, int), at, k.shape
-        rows, self._of_keys = k if isinstance(v, int) else torch.cat([k, v], -1), slice(width)
-        self._of_values = slice(v) if isinstance(v, int) else slice(width, None)
+        width, each = k.shape[3], k.shape[0] * k.shape[1] * at.shape[-1]
+        rows = k if isinstance(v, int) else torch.cat([k, v], -1)
+        self._joint, self._at, self._shape = isinstance(v, int), at, k.shape
+        self._of_keys, self._of_values = slice(width), slice(v) if isinstance(v, int) else slice(width, None)
         # A row of zeros stands for no key: a zero weight times an infinity would be NaN.
         self._rows = torch.nn.functional.pad(rows.to(accumulation_dtype(k.dtype)), (0, 0, 0, 1)).flatten(0, 2)
-        self._sums = torch.zeros_like(self._rows) if sums else None
-        self._none = count
-        self._first = torch.arange(0, len(self._rows), count + 1, device=k.device).view(*k.shape[:2], 1, 1)
-        each = k.shape[0] * k.shape[1] * at.shape[-1]
-        self._size = min(at.shape[2], max(1, _GATHERED // max(1, each * self._rows[0].nbytes)))
-        self._memory = self._rows.new_empty(each * self._size, self._rows.shape[1])
+        self._sums = torch.zeros_like(self._rows) if sums else self._rows
+        self._size = min(at.shape[2], max(1, _GATHERED // max(1, each * rows.shape[3] * self._rows.itemsize)))
+        self._memory = self._rows.new_empty(each * self._size, rows.shape[3])
 
     def blocks(self) -> Iterator[slice]:
         """Gather rows for block after block of queries; yield which queries."""
-        for first in range(0, self._at.shape[2] if self._at.shape[-1] else 0, self._size):
-            block = slice(first, min(first + self._size, self._at.shape[2]))
+        batch, heads, none, _ = self._shape
+        first = torch.arange(batch * heads, device=self._at.device).view(batch, heads, 1, 1) * (none + 1)
+        for start in range(0, self._at.shape[2] if self._at.shape[-1] else 0, self._size):
+            block = slice(start, min(start + self._size, self._at.shape[2]))
             at = self._at[:, :, block]
-            self._hidden = (at < 0).expand(-1, self._heads, -1, -1).flatten(0, 2).unsqueeze(1)
-            self._index = torch.where(at < 0, self._none, at).add(self._first).flatten()
-            taken = self._memory[: len(self._index)]
-            self._taken = torch.index_select(self._rows, 0, self._index, out=taken).unflatten(0, (-1, at.shape[-1]))
+            self._hidden = (at < 0).expand(-1, heads, -1, -1).flatten(0, 2).unsqueeze(1)
+            self._index = torch.where(at < 0, none, at).add(first).flatten()
+            taken = torch.index_select(self._rows, 0, self._index, out=self._memory[: len(self._index)])
+            self._taken = taken.unflatten(0, (-1, at.shape[-1]))
             yield block
 
     @property
@@ -358,11 +357,11 @@ class _Gathered:
     def grouped(self, x: Tensor, block: slice) -> Tensor:
         """Return rows of [B, Hq, Sq, ...] as [N, G, ...], widened."""
         x = x[:, :, block].to(self._rows.dtype)
-        return x.unflatten(1, (self._heads, -1)).transpose(2, 3).flatten(0, 2)
+        return x.unflatten(1, (self._shape[1], -1)).transpose(2, 3).flatten(0, 2)
 
     def flat(self, x: Tensor) -> Tensor:
         """Return [N, G, ...] as [B, Hq, rows, ...]."""
-        return x.unflatten(0, (self._batch, self._heads, -1)).transpose(2, 3).flatten(1, 2)
+        return x.unflatten(0, (*self._shape[:2], -1)).transpose(2, 3).flatten(1, 2)
 
     def stacked(self, queries: Tensor, grads: Tensor) -> Tensor:
         """Return [N, 2 G, W], whose products with rows are those of queries with keys, then of grads with values."""
@@ -380,12 +379,10 @@ class _Gathered:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add x [N, 2 G, m] transposed times y [N, 2 G, W] to the sums of the gathered rows. Overwrites the rows."""
-        assert self._sums is not None
         torch.bmm(x.mT, y, out=self._taken)
         self._sums.index_add_(0, self._index, self._taken.flatten(0, 1))
 
     def sums(self) -> tuple[Tensor, ...]:
-        """Return the sums of gradients [B, H, Sk, D] of keys, and those of values unless they are part of the keys."""
-        assert self._sums is not None
-        whole = self._sums.unflatten(0, (self._batch, self._heads, -1))[:, :, :-1]
+        """Return the sums of gradients [B, Hkv, Sk, ...]: of keys and of values; of keys alone if values are inside."""
+        whole = self._sums.unflatten(0, (*self._shape[:2], -1))[:, :, :-1]
         return (whole,) if self._joint else (whole[..., self._of_keys], whole[..., self._of_values])

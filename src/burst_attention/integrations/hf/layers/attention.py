@@ -72,8 +72,8 @@ class Attention:
         """Check the layer's arguments, then compute its attention [B, S_local, Hq, Dv]; no weights.
 
         Args:
-            query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv], or an :class:`Indexed` layer's latent and
-                rotary part; s_aux: the layer's sinks [Hq].
+            query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv], or the latent and the rotary part of an
+                :class:`Indexed` layer; s_aux: the layer's sinks [Hq].
             plan: those of the running call, as layers pass them on. Any others are checked as plans by hand.
             indices: [B, S_local, count], the keys that the layer's indexer has chosen; block_indices: [B, Hkv, S_local,
                 count], those in the blocks that it has chosen (:mod:`.indexed`).

@@ -6,8 +6,8 @@ An indexer's forward runs unchanged, but its scores of all pairs are never compu
 a stand-in that records what happens to it, and its ``topk`` chooses over all ranks. Any operation that the stand-in
 does not know raises an error. The attention gets the choice as ``indices``, in place of a mask.
 
-Keys and values of DeepSeek's attention are projections of a latent (MLA, arXiv 2405.04434, section 2.1). The layer's own
-``expand_kv`` computes them. Here it returns the latent, and the attention computes with it or expands it.
+Keys and values of DeepSeek's attention are projections of a latent (MLA, arXiv 2405.04434, section 2.1), which the
+layer's ``expand_kv`` computes. Here it returns the latent, and the attention computes with it or expands it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Indexed(Converted):
         return keys, values
 
     def up_projection(self) -> Tensor | None:
-        """Return the weight of ``kv_b_proj`` [H, D - D' + Dv, R] if it is all that ``expand_kv`` applies, and saves bytes.
+        """Return the weight [H, D - D' + Dv, R] with which ``expand_kv`` projects the latent, to attend to latents.
 
-        None: something is attached to the projection, or a latent is no smaller than the keys and values of all heads.
+        None: something else changes the projection, or a latent is no smaller than the keys and values of all heads.
         """
         module: Any = self
         own, dims = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
@@ -75,11 +75,11 @@ def attend_to_latents(
     """Compute attention to chosen keys with their latents: out [B, H, S_local, Dv].
 
     A key of head h is [U_h c | r] and its value V_h c, where c is the latent, r the rotary part and [U_h; V_h] the
-    weight. So q . k = (U_h^T q_nope) . c + q_rotary . r, and out = V_h times the attention's sum of latents. Rows [c | r]
-    are the keys of a single head, and c is their value.
+    weight. So q . k = (U_h^T q_1) . c + q_2 . r, and out = V_h times the weighted sum of latents. The rows [c | r] are
+    the keys of a single head, and c is their value.
 
     Args:
-        weight: [H, Dn + Dv, R]; q: [B, H, S_local, Dn + D'], latent: [B, 1, S_local, R], rotary: [B, 1, S_local, D'].
+        weight: [H, D - D' + Dv, R]; q: [B, H, S_local, D]; latent: [B, 1, S_local, R]; rotary: [B, 1, S_local, D'].
     """
     dims = q.shape[3] - rotary.shape[3]
     of_keys, of_values = weight.split([dims, weight.shape[1] - dims], 1)
