@@ -53,10 +53,9 @@ def test_latents_are_sent_if_they_are_smaller(family, monkeypatch):
     model, sent = make_indexed(family), Sent(monkeypatch)
     with local_world(2) as ranks:
         ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=tokens(48)) and None)
-    config = model.config
-    dims = config.qk_nope_head_dim + config.qk_rope_head_dim
-    latent = (1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
-    assert sent.found == {(config.num_attention_heads, dims, 0) if family.endswith(HEADS) else latent}
+    part = of_latents(model)[0]
+    latent = (1, part.kv_lora_rank + part.qk_rope_head_dim, part.kv_lora_rank)
+    assert sent.found == {(4, part.qk_head_dim, 0) if family.endswith(HEADS) else latent}
 
 
 def twice(_, __, out):
