@@ -167,10 +167,18 @@ def test_blocks_that_are_refused():
         choose_blocks(q, k, plan, count=1, size=2, local=-1)
 
 
-def inputs(heads=2, dtype=torch.float64):
-    """q [2, 4, S, 6], k [2, H, S, 6], v [2, H, S, 5], sinks [4], dout, dlse."""
+def inputs(heads=2, dtype=torch.float64, *, inside=False):
+    """q [2, 4, S, 6], k [2, H, S, 6], v [2, H, S, 5] or 5: the first numbers of k; sinks [4], dout, dlse."""
     shapes = [(2, 4, SEQLEN, 6), (2, heads, SEQLEN, 6), (2, heads, SEQLEN, 5), (4,), (2, 4, SEQLEN, 5), (2, 4, SEQLEN)]
-    return [normal(*shape, seed=10 + n, dtype=dtype) for n, shape in enumerate(shapes)]
+    made = [normal(*shape, seed=10 + n, dtype=dtype) for n, shape in enumerate(shapes)]
+    return [*made[:2], 5, *made[3:]] if inside else made
+
+
+def leaves_of(q, k, v, sinks, of_sinks):
+    """Copies that want a gradient, by the gradients' names; and the values."""
+    given = {"dq": q, "dk": k, "dv": v, "sinks": sinks if of_sinks else None}
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items() if torch.is_tensor(x)}
+    return leaves, leaves["dv"] if "dv" in leaves else leaves["dk"][..., :v]
 
 
 def some_keys(*batch, count=COUNT):
@@ -185,28 +193,29 @@ def dense(q, k, v, sinks, dout, dlse, indices, mask, *, of_sinks=True):
     seen = torch.zeros(*indices.shape[:-1], SEQLEN + 1, dtype=torch.bool)
     seen = seen.scatter_(-1, indices.where(indices >= 0, SEQLEN), True)[..., :-1] & torch.from_numpy(mask.dense(SEQLEN))
     seen = seen[:, None] if seen.dim() == 3 else seen.repeat_interleave(4 // k.shape[1], 1)
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks)]
-    keys, values = (x.repeat_interleave(4 // k.shape[1], 1) for x in leaves[1:3])
-    scores = (leaves[0] @ keys.mT * SCALE).masked_fill(~seen, -math.inf)
-    column = leaves[3][:, None, None].expand(2, 4, SEQLEN, 1) if of_sinks else scores.new_full((2, 4, SEQLEN, 1), -1e30)
+    leaves, values = leaves_of(q, k, v, sinks, of_sinks)
+    keys, values = (x.repeat_interleave(4 // k.shape[1], 1) for x in (leaves["dk"], values))
+    scores = (leaves["dq"] @ keys.mT * SCALE).masked_fill(~seen, -math.inf)
+    none = scores.new_full((4,), -1e30)
+    column = leaves.get("sinks", none)[:, None, None].expand(2, 4, SEQLEN, 1)
     scores = torch.cat([scores, column], -1)
     lse = scores.logsumexp(-1)
     out = torch.softmax(scores, -1)[..., :-1] @ values
     loss = (out * dout).sum() + (lse * dlse).masked_fill(lse < -1e29, 0).sum()
-    grads = torch.autograd.grad(loss, leaves[: 4 if of_sinks else 3])
-    return dict(zip(("out", "lse", "dq", "dk", "dv", "sinks"), (out.detach(), lse.detach(), *grads), strict=False))
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def sparse(plan, cut, given, indices, *, of_sinks=True):
     """The same over ranks."""
-    q, k, v, sinks, dout, dlse = given
-    leaves = [cut(x).requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
-    options = {"sinks": leaves[3]} if of_sinks else {}
-    out, lse = chosen_attention(*leaves[:3], plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, **options)
-    loss = (out * cut(dout)).sum() + lse.masked_fill(lse == -math.inf, 0).mul(cut(dlse)).sum()
-    grads = torch.autograd.grad(loss, leaves[: 4 if of_sinks else 3])
-    whole = [plan.unshard(x.detach(), 2) for x in (out, lse, *grads[:3])]
-    return dict(zip(("out", "lse", "dq", "dk", "dv", "sinks"), (*whole, *grads[3:]), strict=False))
+    *shards, sinks, dout, dlse = (cut(x) if torch.is_tensor(x) and x.dim() > 1 else x for x in given)
+    leaves, _ = leaves_of(*shards, sinks, of_sinks)
+    q, k, v = leaves["dq"], leaves["dk"], leaves.get("dv", shards[2])
+    options = {"sinks": leaves["sinks"]} if of_sinks else {}
+    out, lse = chosen_attention(q, k, v, plan.shard(indices, indices.dim() - 2), plan, scale=SCALE, **options)
+    loss = (out * dout).sum() + lse.masked_fill(lse == -math.inf, 0).mul(dlse).sum()
+    found = {"out": out, "lse": lse, **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
+    return {name: x if name == "sinks" else plan.unshard(x.detach(), 2) for name, x in found.items()}
 
 
 @pytest.fixture(params=["dense", "gathered"])
@@ -215,21 +224,24 @@ def how(request, monkeypatch):
     monkeypatch.setattr(kernel, "_DENSE", 0 if request.param == "gathered" else 1 << 20)
 
 
+@pytest.mark.parametrize(("heads", "inside"), [(2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "zigzag"), (3, "striped"), (4, "contiguous")])
-def test_attention_to_chosen_keys_equals_dense_attention(how, world, layout, mask):
-    given, indices = inputs(), some_keys(2)
+def test_attention_to_chosen_keys_equals_dense_attention(how, world, layout, mask, heads, inside):
+    given, indices = inputs(heads, inside=inside), some_keys(2)
     expected = dense(*given, indices, MASKS[mask])
     results = over_ranks(world, lambda p, cut: sparse(p, cut, given, indices), mask=MASKS[mask], layout=layout)
     sinks = sum(found["sinks"] for found in results)
     for found in results:
+        assert found.keys() == expected.keys()
         for name, x in expected.items():
             assert error_of(sinks if name == "sinks" else found[name], x) < 1e-13, name
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_each_key_head_may_have_its_own_choice(how, heads):
-    given, indices = inputs(heads), some_keys(2, heads).int()
+def test_each_key_head_may_have_its_own_choice(how, heads, inside):
+    given, indices = inputs(heads, inside=inside), some_keys(2, heads).int()
     expected = dense(*given, indices.long(), Mask(), of_sinks=False)
     for found in over_ranks(3, lambda plan, cut: sparse(plan, cut, given, indices, of_sinks=False)):
         blind = found["lse"] == -math.inf
@@ -240,23 +252,26 @@ def test_each_key_head_may_have_its_own_choice(how, heads):
             assert error_of(found[name], x) < 1e-13, name
 
 
-def test_queries_in_blocks(how, monkeypatch):
+@pytest.mark.parametrize("inside", [False, True])
+def test_queries_in_blocks(how, inside, monkeypatch):
     monkeypatch.setattr(kernel, "_SCORES", 1)
     monkeypatch.setattr(kernel, "_GATHERED", 10_000)
-    given, indices = inputs(), some_keys(2)
+    given, indices = inputs(inside=inside), some_keys(2)
     expected = dense(*given, indices, Mask())
     for found in over_ranks(2, lambda plan, cut: sparse(plan, cut, given, indices)):
-        for name in ("out", "lse", "dq", "dk", "dv"):
+        for name in expected.keys() - {"sinks"}:
             assert error_of(found[name], expected[name]) < 1e-13, name
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounds_once(how, dtype):
+def test_rounds_once(how, dtype, inside):
     """Errors are those of one rounding of inputs and results: dense attention of inputs moved by half an ulp."""
-    given, indices = [x.to(dtype) for x in inputs()], some_keys(2)
-    exact = [x.double() for x in given]
-    expected, names = dense(*exact, indices, Mask()), ("out", "dq", "dk", "dv")
-    moved = dense(*half_an_ulp_away(exact, dtype), indices, Mask())
+    given, indices = [x.to(dtype) if torch.is_tensor(x) else x for x in inputs(inside=inside)], some_keys(2)
+    exact = [x.double() if torch.is_tensor(x) else x for x in given]
+    away = iter(half_an_ulp_away([x for x in exact if torch.is_tensor(x)], dtype))
+    expected, names = dense(*exact, indices, Mask()), ("out", "dq", "dk", *(() if inside else ("dv",)))
+    moved = dense(*(next(away) if torch.is_tensor(x) else x for x in exact), indices, Mask())
     bounds = bounds_of({n: expected[n] for n in names}, {n: moved[n] for n in names})
     for found in over_ranks(4, lambda plan, cut: sparse(plan, cut, given, indices)):
         assert found["out"].dtype == found["dk"].dtype == dtype
@@ -322,7 +337,36 @@ def test_attention_that_is_refused():
     assert "indices has shape [2, 1, 7]; it must be [2, 30, count]" in str(attend({"indices": indices[:, :1]}))
     assert "indices is torch.float32" in str(attend({"indices": indices[:, :30].float()}))
     assert "sinks has shape [3]" in str(attend({"sinks": torch.zeros(3)}))
+    assert "v=7 must be from 1 to 6, the numbers of a key" in str(attend({"v": 7}))
+    assert "v is a bool, not a tensor" in str(attend({"v": True}))
+    assert type(attend({"v": 5})) is DisagreementError
     assert type(attend({"indices": indices[:, :30, :5]})) is DisagreementError
+
+
+def test_values_inside_of_keys_are_not_sent():
+    """DeepSeek V3's dimensions over 4 ranks: rows of 576 numbers, beside 128 heads of 192 and 128."""
+
+    def sent(plan, q, k, v):
+        before = plan.transport.sent
+        q, k = (x.to(torch.bfloat16).requires_grad_() for x in (q, k))
+        v = v if isinstance(v, int) else v.to(torch.bfloat16).requires_grad_()
+        indices = plan.positions[:, None].expand(1, -1, 1)
+        out, _ = chosen_attention(q, k, v, indices, plan)
+        middle = plan.transport.sent
+        out.sum().backward()
+        return torch.tensor([middle - before, plan.transport.sent - middle])
+
+    def rank(plan, _):
+        rows = plan.length
+        latent = sent(plan, torch.ones(1, 128, rows, 576), torch.ones(1, 1, rows, 576), 512)
+        heads = torch.ones(1, 128, rows, 192)
+        return torch.stack([latent, sent(plan, heads, heads, torch.ones(1, 128, rows, 128))])
+
+    found = sum(over_ranks(4, rank, seqlen=32, layout="contiguous", ulysses_degree=1))
+    latent, whole = found[:, 0].tolist()
+    keys = 8 * (3 + 2 + 1)  # each rank's are sent to those behind it
+    assert (latent, whole) == (keys * (2 * 576 + 8), keys * (2 * 128 * (192 + 128) + 8))
+    assert (found[0] <= 0.02 * found[1]).all()
 
 
 def test_a_second_derivative_is_refused():

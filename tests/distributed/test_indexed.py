@@ -3,8 +3,10 @@
 import copy
 import functools
 
+import peft
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 from burst_attention import Strategy
 from burst_attention.attention.call import keep_attention
@@ -13,17 +15,19 @@ from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import apart, check_steps, one_process, tokens
-from tests.support.indexed_models import COUNT, FAMILIES, Choices, make_indexed, noting_choices
+from tests.support.indexed_models import COUNT, FAMILIES, HEADS, Choices, Sent, make_indexed, noting_choices
 
 HIDDEN, GRADIENTS = 1e-11, 1e-10
 BLOCKS = "minimax_m3_vl"
-EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
+EVERYDAY = ("deepseek_v32", "deepseek_v32" + HEADS, "glm_moe_dsa", BLOCKS)
+LATENTS = [family for family in FAMILIES if family != BLOCKS]
 
 
 def families_but(*left_out):
     """The families as parameters; some are of the long tests."""
     marks = {True: (), False: pytest.mark.long}
-    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in FAMILIES if x not in left_out]
+    both = [*FAMILIES, *(family + HEADS for family in LATENTS)]
+    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in both if x not in left_out]
 
 
 DOCUMENTS = (0, 3, 40, 41, 90)  # with fewer tokens than are chosen, too
@@ -38,6 +42,93 @@ def check(model, world, documents, *, rows=1, layout="auto", prepare=None):
 @pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "contiguous"), (3, "zigzag"), (4, "auto")])
 def test_one_sequence(family, world, layout):
     check(make_indexed(family), world, (0, 97), rows=2, layout=layout)
+
+
+def of_latents(model):
+    return [part for part in model.modules() if hasattr(part, "kv_b_proj") and hasattr(part, "indexer")]
+
+
+@pytest.mark.parametrize("family", families_but(BLOCKS))
+def test_latents_are_sent_if_they_are_smaller(family, monkeypatch):
+    model, sent = make_indexed(family), Sent(monkeypatch)
+    with local_world(2) as ranks:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=tokens(48)) and None)
+    part = of_latents(model)[0]
+    latent = (1, part.kv_lora_rank + part.qk_rope_head_dim, part.kv_lora_rank)
+    assert sent.found == {(4, part.qk_head_dim, 0) if family.endswith(HEADS) else latent}
+
+
+def twice(_, __, out):
+    return 2 * out
+
+
+class Twice(ModelHook):
+    def post_forward(self, module, output):
+        return 2 * output
+
+
+def adapt(part):
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["kv_b_proj"], init_lora_weights=False), part)
+
+
+ATTACHED = {
+    "a hook": lambda part: part.kv_b_proj.register_forward_hook(hf.token_wise(twice)),
+    "a forward": lambda part: add_hook_to_module(part.kv_b_proj, Twice()),
+    "a bias": lambda part: part.kv_b_proj.register_parameter("bias", torch.nn.Parameter(torch.ones(64).double())),
+    "an adapter": adapt,
+}
+
+
+@pytest.mark.parametrize("attached", ATTACHED)
+def test_what_is_attached_to_the_up_projection_is_applied(attached, monkeypatch):
+    """Heads are sent then, since a latent's attention uses the weight alone."""
+
+    model = make_indexed("glm_moe_dsa")
+    plain = model(tokens(48)).logits
+    for part in of_latents(model):
+        ATTACHED[attached](part)
+    assert (model(tokens(48)).logits - plain).norm() > 1e-3 * plain.norm()
+    sent = Sent(monkeypatch)
+    check(model, 2, (0, 48))
+    assert sent.found == {(4, 12, 0)}
+
+
+def test_latents_under_autocast():
+    """Its roundings are no worse than those of one process; all keys are chosen, so that no choice differs."""
+    model, ids = make_indexed("deepseek_v32", index_topk=64), tokens(60)
+    exact = one_process(model, ids, (0, 60))
+    model.zero_grad()
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def error(gradients):
+        return max(((gradients[name] - x).norm() / x.norm()).item() for name, x in exact[2].items())
+
+    def rank(group):
+        return step(hf.parallelize(copy.deepcopy(model).float(), group, gradients="sum"))
+
+    with local_world(2) as ranks:
+        ours = ranks.run(rank)
+    summed = {name: sum(found[name].double() for found in ours) for name in exact[2]}
+    assert 0 < error(summed) <= 1.5 * error(step(copy.deepcopy(model).float()))
+
+
+def test_latents_of_a_compiled_model(monkeypatch):
+    model, ids, sent = make_indexed("deepseek_v32"), tokens(48), Sent(monkeypatch)
+    _, loss, gradients = one_process(model, ids, (0, 48))
+    ours = hf.parallelize(copy.deepcopy(model), gradients="sum")
+    ours.zero_grad()
+    compiled = torch.compile(ours, backend="aot_eager")
+    logits = compiled(input_ids=ids).logits
+    found = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    found.backward()
+    assert abs(found.item() / loss - 1) <= HIDDEN and sent.found == {(1, 20, 16)}
+    for name, gradient in gradients.items():
+        assert (ours.get_parameter(name).grad - gradient).norm() <= GRADIENTS * gradient.norm(), name
 
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))

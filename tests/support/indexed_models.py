@@ -5,6 +5,7 @@ import functools
 import torch
 
 from burst_attention.integrations.hf.layers import indexed
+from burst_attention.kernels import chosen as kernel
 from tests.support.hybrid_models import VOCABULARY
 from tests.tools import families
 
@@ -28,8 +29,13 @@ FAMILIES = {
 }
 
 
+HEADS = "-heads"  # of a family's name: with a latent that is larger than all heads, which are sent instead
+
+
 def make_indexed(family, **changes):
     """The same random weights each time."""
+    if family.endswith(HEADS):
+        family, changes = family.removesuffix(HEADS), {"kv_lora_rank": 96} | changes
     kind, own = FAMILIES[family]
     config = families.tiny_config(kind, **_SIZES | {"max_position_embeddings": 4096} | own | changes)
     config._attn_implementation, config._experts_implementation, config.use_cache = "eager", "eager", False
@@ -54,6 +60,18 @@ def noting_choices(model):
         if type(part).__name__.endswith("Indexer"):
             part.register_forward_hook(lambda _, __, chosen: found.append(chosen.long()))
     return found
+
+
+class Sent:
+    """Notes what the kernel gets: (key heads, numbers of a key, those that are its value or 0)."""
+
+    def __init__(self, monkeypatch):
+        self.found = set()
+        monkeypatch.setattr(kernel, "forward", functools.partial(self._noted, kernel.forward))
+
+    def _noted(self, forward, q, k, v, *given):
+        self.found.add((k.shape[1], k.shape[3], v if isinstance(v, int) else 0))
+        return forward(q, k, v, *given)
 
 
 class Choices:

@@ -120,7 +120,7 @@ def choose_blocks(q: Tensor, k: Tensor, plan: Plan, *, count: int, size: int, lo
 def chosen_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | int,
     indices: Tensor,
     plan: Plan,
     *,
@@ -131,6 +131,8 @@ def chosen_attention(
 
     Args:
         q: [B, Hq, S_local, D], k: [B, Hkv, Sk_local, D], v: [B, Hkv, Sk_local, Dv], as for :func:`burst_attention`.
+            An int ``v`` is Dv: the value is the first Dv numbers of its key, so it is not sent. (The latent of
+            DeepSeek's attention is such a row, arXiv 2405.04434, section 2.1.)
         indices: int64 or int32 [B, S_local, count], distinct positions in the whole sequence for each query; negative
             for none. Positions that the plan's mask hides add nothing. [B, Hkv, S_local, count]: each key-value head
             has its own.
@@ -148,11 +150,12 @@ def chosen_attention(
     with plan.agreement.entering(_ATTENTION, once=True):
         _check_attention(q, k, v, indices, sinks, plan)
         number = check_scale(scale, q.dtype)
-        check_transforms(_ATTENTION, q=q, k=k, v=v, sinks=sinks)
-        wanted = gradients_wanted(q, k, v, sinks)
+        check_transforms(_ATTENTION, q=q, k=k, v=None if isinstance(v, int) else v, sinks=sinks)
+        values, inside = (None, v) if isinstance(v, int) else (v, 0)
+        wanted = gradients_wanted(q, k, k if values is None else values, sinks)
         number = 1 / math.sqrt(q.shape[3]) if number is None else number
         at = indices.unsqueeze(1) if indices.dim() == 3 else indices
-    out, lse, _ = attend_chosen(q, k, v, at, sinks, plan.handle, number, wanted)
+    out, lse, _ = attend_chosen(q, k, values, at, sinks, plan.handle, number, wanted, inside)
     return out, lse
 
 
@@ -187,8 +190,12 @@ def _check_choice(q: Any, k: Any, weights: Any, plan: Plan, count: Any) -> None:
 def _check_attention(q: Any, k: Any, v: Any, indices: Any, sinks: Any, plan: Plan) -> None:
     """Raise TypeError or ValueError unless attention can be computed of these."""
     _check_whole_heads(plan)
-    check_plain(q=q, k=k, v=v, indices=indices, **({} if sinks is None else {"sinks": sinks}))
-    check_tensors(q, k, v, plan.length, plan.keys_apart)
+    inside = isinstance(v, int) and not isinstance(v, bool)
+    optional = ({} if inside else {"v": v}) | ({} if sinks is None else {"sinks": sinks})
+    check_plain(q=q, k=k, indices=indices, **optional)
+    check_tensors(q, k, k if inside else v, plan.length, plan.keys_apart)
+    if inside and not 1 <= v <= k.shape[3]:
+        raise ValueError(f"v={v} must be from 1 to {k.shape[3]}, the numbers of a key, of which it takes the first")
     if sinks is not None:
         check_sinks(sinks, q)
     if indices.dtype not in (torch.int64, torch.int32) or indices.device != q.device:
@@ -264,9 +271,18 @@ class _Choice:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _OfChosen(Pass):
-    """A pass over chosen rows: choices stay with the queries, and positions circulate with the keys."""
+    """A pass over chosen rows: choices stay with the queries, and positions circulate with the keys.
+
+    ``inside``: how many numbers of a key are its value, which then doesn't travel; 0: values travel beside the keys.
+    """
 
     choice: _Choice
+    inside: int
+
+    @property
+    def keys(self) -> Tensors:
+        keys: Tensors = super().keys  # type: ignore[misc]
+        return keys[:1] if self.inside else keys
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
@@ -285,8 +301,9 @@ class ChosenForward(_OfChosen, Forward):
     """(out, lse) of chosen rows."""
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        (q, indices), (k, v, positions) = query, key
-        return {Side.QUERY: chosen.forward(q, k, v, self.rows(indices, positions, tiles), self.scale)}
+        (q, indices), (k, *v, positions) = query, key
+        at = self.rows(indices, positions, tiles)
+        return {Side.QUERY: chosen.forward(q, k, v[0] if v else self.inside, at, self.scale)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -294,10 +311,10 @@ class ChosenBackward(_OfChosen, Backward):
     """Gradients of chosen rows. Sums for foreign keys go home."""
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        (dout, q, stats, indices), (k, v, positions) = query, key
-        at = self.rows(indices, positions, tiles)
-        dq, dk, dv = chosen.backward(dout, q, k, v, stats[..., 0], stats[..., 1], at, self.scale)
-        return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
+        (dout, q, stats, indices), (k, *v, positions) = query, key
+        at, values = self.rows(indices, positions, tiles), v[0] if v else self.inside
+        dq, *of_keys = chosen.backward(dout, q, k, values, stats[..., 0], stats[..., 1], at, self.scale)
+        return {Side.QUERY: (dq,), Side.KEY: tuple(of_keys)}
 
 
 def _program(plan: Plan, direction: Direction) -> Program:
@@ -338,21 +355,26 @@ def choose(
 def attend_chosen(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     indices: Tensor,
     sinks: Tensor | None,
     handle: int,
     scale: float,
     wanted: int,
+    inside: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the forward of :func:`chosen_attention`: out, lse and the number of the call, float64 [1]."""
+    """Compute the forward of :func:`chosen_attention`: out, lse and the number of the call, float64 [1].
+
+    ``inside``: how many numbers of a key are its value, if ``v`` is None; else 0.
+    """
     plan = plan_of(handle)
     with plan.agreement.entering(_ATTENTION, once=True):
         plan.transport.check_device(q.device)
         wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE, SINKS)]
-        more = {"device": q.device.type, "gradients wanted by q, k, v, sinks": wants}
+        more = {"device": q.device.type, "gradients wanted by q, k, v, sinks": wants, "values in keys": inside}
         fields = _fields(plan, indices.shape[-1], scale, (q, k, v, indices, sinks), **more)
-        work = ChosenForward(q, k, v, scale, Reference(), choice=_Choice.of(indices, plan))
+        how: Any = {"choice": _Choice.of(indices, plan), "inside": inside}
+        work = ChosenForward(q, k, k[..., :inside] if v is None else v, scale, Reference(), **how)
         program = _program(plan, Direction.FORWARD)
     plan.agreement.agree(_ATTENTION, fields, once=True)
     plan.usage.note_call()
@@ -369,7 +391,7 @@ def attend_chosen_backward(
     dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     indices: Tensor,
     sinks: Tensor | None,
     out: Tensor,
@@ -377,18 +399,20 @@ def attend_chosen_backward(
     number: Tensor,
     handle: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients: dq, dk, dv of this rank's shards; its part of the sinks', empty without sinks."""
+    inside: int,
+) -> list[Tensor]:
+    """Compute the gradients: its part of the sinks', empty without sinks; dq, dk and, with ``v``, dv of its shards."""
     plan = plan_of(handle)
     plan.transport.check_device(q.device)
     stats = lse, row_delta(dout, out, dlse, lse.dtype)
     packed = torch.stack((finite_lse(lse), stats[1]), -1)
-    work = ChosenBackward(dout, q, k, v, packed, scale, Reference(), choice=_Choice.of(indices, plan))
+    how: Any = {"choice": _Choice.of(indices, plan), "inside": inside}
+    work = ChosenBackward(dout, q, k, k[..., :inside] if v is None else v, packed, scale, Reference(), **how)
     call = plan.transport.health.note_backward(int(number.item()))
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(_program(plan, Direction.BACKWARD), plan.transport, work, plan.indices, call=call)
-    dq, dk, dv = rounded_gradients(sums, 1.0, q.dtype)
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(*stats, sinks)
+    of_sinks = lse.new_empty(0) if sinks is None else sink_gradient(*stats, sinks)
+    return [of_sinks, *rounded_gradients(sums, 1.0, q.dtype)]
 
 
 def _number(plan: Plan) -> int:
@@ -402,21 +426,22 @@ def _(q: Tensor, k: Tensor, weights: Any, handle: int, count: int, scale: float,
 
 
 @attend_chosen.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, torch.empty(1, dtype=torch.float64)
+    width = others[-1] if v is None else v.shape[3]
+    return q.new_empty((*q.shape[:3], width)), lse, torch.empty(1, dtype=torch.float64)
 
 
 @attend_chosen_backward.register_fake
 def _(
-    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, indices: Any, sinks: Any, out: Any, lse: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    grads = (x.new_empty(x.shape) for x in (q, k, v))
-    return *grads, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Any, indices: Any, sinks: Any, out: Any, lse: Tensor, *_: Any
+) -> list[Tensor]:
+    grads = [x.new_empty(x.shape) for x in (q, k, v) if x is not None]
+    return [lse.new_empty(0) if sinks is None else torch.empty_like(sinks), *grads]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, indices, sinks, ctx.handle, ctx.scale, *_ = inputs
+    q, k, v, indices, sinks, ctx.handle, ctx.scale, _, ctx.inside = inputs
     out, lse, number = output
     ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
@@ -429,10 +454,11 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
         check_transforms(f"the backward of {_ATTENTION}", dout=dout, dlse=dlse)
     q, k, v, indices, sinks, out, lse, number = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, of_sinks = attend_chosen_backward(
-        dout, dlse, q, k, v, indices, sinks, out, lse, number, ctx.handle, ctx.scale
+    of_sinks, dq, dk, *dv = attend_chosen_backward(
+        dout, dlse, q, k, v, indices, sinks, out, lse, number, ctx.handle, ctx.scale, ctx.inside
     )
-    return (*grads, None, None if sinks is None else of_sinks, *(None for _ in ctx.needs_input_grad[5:]))
+    of_sinks = None if sinks is None else of_sinks
+    return dq, dk, dv[0] if dv else None, None, of_sinks, *(None for _ in ctx.needs_input_grad[5:])
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

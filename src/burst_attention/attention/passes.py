@@ -127,7 +127,12 @@ class Forward(Pass):
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
+        return {Side.QUERY: (self.q,), Side.KEY: self.keys}
+
+    @property
+    def keys(self) -> Tensors:
+        """The tensors of keys and values that circulate."""
+        return self.k, self.v
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
@@ -196,7 +201,12 @@ class Backward(Pass):
     def own(self) -> Mapping[Side, Tensors]:
         # If out and lse are cached, these two only hold their places: ``own_slice`` has the tensors.
         results = (self.results or (self.q[..., :0], self.q[..., 0])) if self.stats is None else (self.stats,)
-        return {Side.QUERY: (self.dout, self.q, *results), Side.KEY: (self.k, self.v)}
+        return {Side.QUERY: (self.dout, self.q, *results), Side.KEY: self.keys}
+
+    @property
+    def keys(self) -> Tensors:
+        """The tensors of keys and values that circulate; a gradient of each returns."""
+        return self.k, self.v
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
@@ -224,7 +234,7 @@ class Backward(Pass):
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def empty(self, side: Side, rows: int, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        own, parts = ((self.q,), self.groups.query) if side is Side.QUERY else ((self.k, self.v), self.groups.key)
+        own, parts = ((self.q,), self.groups.query) if side is Side.QUERY else (self.keys, self.groups.key)
         like = part_of(own, parts, 0)
         made = zip(like, dtypes, strict=True)
         return tuple(x.new_empty(*x.shape[:2], rows, x.shape[3], dtype=dtype) for x, dtype in made)
@@ -238,10 +248,10 @@ class Backward(Pass):
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
         dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)
-        return (dtype,) if side is Side.QUERY else (dtype, dtype)
+        return (dtype,) if side is Side.QUERY else (dtype,) * len(self.keys)
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        return (self.q.dtype,) if side is Side.QUERY else (self.q.dtype, self.q.dtype)
+        return (self.q.dtype,) if side is Side.QUERY else (self.q.dtype,) * len(self.keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,7 +346,7 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype
 
 
 def rounded_gradients(sums: dict[Side, Tensors], scale: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return dq, dk, dv from a backward's sums, which it takes; frees each sum once it is rounded."""
+    """Return dq, dk and maybe dv from a backward's sums, which it takes; frees each sum once it is rounded."""
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
     if scale <= 0:
         grads[0] = grads[0] * sign_of(scale)

@@ -30,12 +30,12 @@ _DENSE = 32  # up to this many keys for each chosen one, products with all keys 
 _SCORES = 1 << 20  # scores of a block of queries and all keys
 
 
-def candidates(scores: Tensor, positions: Tensor) -> Tensor:
+def candidates(scores: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
     """Return candidates, int64 [..., n], of fp32 scores [..., n] at int64 positions [n]. A NaN ranks as infinity."""
     exact = torch.nan_to_num(scores, nan=math.inf, posinf=math.inf, neginf=-math.inf)
     bits = exact.add_(0.0).view(torch.int32)  # of equal zeros, too: -0 + 0 is 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return ordered.to(torch.int64).mul_(1 << 32).add_(_LOW - positions)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    return torch.add(_LOW - positions, bits, alpha=1 << 32, out=out)
 
 
 def positions_of(found: Tensor) -> Tensor:
@@ -62,20 +62,38 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
         tiles: which keys each query sees.
     """
     found = q.new_full((q.shape[0], 1, q.shape[2], count), NONE, dtype=torch.int64)
+    keys, room = k[:, 0].float().mT, q.new_empty(2, 0, dtype=torch.float32)
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        keys, total = k[:, 0, columns].float().mT, None
+        rows, columns, size = *_slices(tile), tile.rows * tile.columns * q.shape[0]
+        if room.shape[1] < size:
+            room = room.new_empty(2, size)
+        scores, total = room[:, :size].view(2, q.shape[0], tile.rows, tile.columns)
         for head in range(q.shape[1]):  # all heads at once would hold as many blocks of scores
-            scores = torch.relu_((q[:, head, rows].float() @ keys).mul_(scale))
-            scores.mul_(weights[:, head, rows, None])
-            total = scores if total is None else total.add_(scores)
-        assert total is not None
-        each = candidates(total, positions[columns])
-        if not tile.full:
-            each.masked_fill_(~band_seen(tile, q.device), NONE)
-        joined = torch.cat([found[:, 0, rows], each], -1)
+            scores.baddbmm_(q[:, head, rows].float(), keys[..., columns], beta=0, alpha=scale).relu_()
+            factor = weights[:, head, rows, None]
+            total = torch.mul(scores, factor, out=total) if head == 0 else total.addcmul_(scores, factor)
+        joined = found.new_empty(q.shape[0], tile.rows, count + tile.columns)
+        joined[..., :count] = found[:, 0, rows]
+        _hide(candidates(total, positions[columns], out=joined[..., count:]), tile)
         found[:, 0, rows] = best(joined, count)
     return found
+
+
+def _hide(found: Tensor, tile: Tile) -> None:
+    """Write NONE to candidates [B, rows, columns] of a tile where a query does not see a key."""
+    first = max(0, tile.rows - 1 - tile.hi)
+    last = max(first, 1 - tile.lo)  # all queries see the columns between
+    for columns in (slice(0, first), slice(last, tile.columns)):
+        edge = found[..., columns]
+        if edge.numel():
+            places = torch.arange(columns.start, columns.stop, device=found.device)
+            distance = torch.arange(tile.rows, device=found.device).unsqueeze(1) - places
+            edge.masked_fill_((distance < tile.lo) | (distance > tile.hi), NONE)
+
+
+def _slices(tile: Tile) -> tuple[slice, slice]:
+    """Return a tile's rows and columns."""
+    return slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
 
 
 def choose_blocks(
@@ -95,7 +113,7 @@ def choose_blocks(
     """
     found = q.new_full((*q.shape[:3], count), NONE, dtype=torch.int64)
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        rows, columns = _slices(tile)
         scores = q[:, :, rows].float() @ k[:, :, columns].float().mT
         if not tile.full:
             scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
@@ -159,14 +177,14 @@ def rows_of(indices: Tensor, positions: Tensor, tiles: Tiles, span: int) -> Tens
     return at if most == at.shape[-1] else at.sort(-1, descending=True).values[..., :most]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of each query over its chosen rows; 0 and -inf without any.
 
-    q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. out is [B, Hq, Sq, Dv] and
-    lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
+    q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. An int ``v`` is Dv: the
+    value is the first Dv numbers of its key. out is [B, Hq, Sq, Dv] and lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
     """
-    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-    if _is_dense(k, v, at):
+    out, lse = blank_output(q, _values(k, v), q.shape[2], accumulation_dtype(q.dtype))
+    if _is_dense(q, k, v, at):
         for each in _dense_blocks(q, k, v, at):
             scores = each.scores(scale)
             total = torch.logsumexp(scores, -1)
@@ -175,27 +193,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> tuple[
                 out[each.queries] = (dense @ each.values).view(*each.shape, -1)
             lse[each.queries] = total.view(each.shape)
         return out, lse
-    keys, values = _Gathered(k), _Gathered(v)
-    for rows in _row_blocks(k, v, at):
-        index = keys.index(at[:, :, rows])
-        scores = _scores(_grouped(q, k, rows), keys.take(index), at[:, :, rows], scale)
+    held = _Gathered(k, v, at)
+    for block in held.blocks():
+        scores = held.hide((held.grouped(q, block) * scale) @ held.keys.mT)
         total = torch.logsumexp(scores, -1)
         p = scores.sub_(finite_lse(total).unsqueeze(-1)).exp_()
-        lse[:, :, rows], out[:, :, rows] = _flat(total), _flat(p @ values.take(index))
+        lse[:, :, block], out[:, :, block] = held.flat(total), held.flat(p @ held.values)
     return out, lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, at: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor | int, lse: Tensor, delta: Tensor, at: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv) of the chosen rows, in fp32 (fp64 for fp64), in the shapes of q, k, v.
 
-    dout is [B, Hq, Sq, Dv]. lse and delta are those of whole rows, [B, Hq, Sq]; lse is 0 in rows that see nothing.
+    dout is [B, Hq, Sq, Dv]. lse and delta are those of whole rows, [B, Hq, Sq]; lse is 0 in rows that see nothing. If
+    ``v`` is an int, dk is the gradient of the rows, and there is no dv.
     """
     wide = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    if _is_dense(k, v, at):
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    if _is_dense(q, k, v, at):
+        dk = torch.zeros(k.shape, dtype=wide, device=k.device)
+        dv = dk[..., :v] if isinstance(v, int) else torch.zeros(v.shape, dtype=wide, device=v.device)
         for each in _dense_blocks(q, k, v, at):
             grads = dout[each.queries].to(wide).flatten(0, 1)
             sums, own = (x[each.queries].flatten().unsqueeze(-1) for x in (lse, delta))
@@ -206,24 +225,32 @@ def backward(
             with each.spread(ds) as dense:
                 dq[each.queries] = (dense @ each.keys).view(*each.shape, -1)
                 dk[each.keys_at].addmm_(dense.mT, each.rows)
-        return dq, dk, dv
-    keys, values = _Gathered(k, sums=True), _Gathered(v, sums=True)
-    for rows in _row_blocks(k, v, at):
-        index = keys.index(at[:, :, rows])
-        queries, grads, *stats = (_grouped(x, k, rows) for x in (q, dout, lse[..., None], delta[..., None]))
-        chosen = keys.take(index)
-        p = _scores(queries, chosen, at[:, :, rows], scale).sub_(stats[0]).exp_()
-        ds = (grads @ values.take(index).mT).sub_(stats[1]).mul_(p).mul_(scale)
-        dq[:, :, rows] = _flat(ds @ chosen)
-        keys.add(index, ds.mT @ queries)
-        values.add(index, p.mT @ grads)
-    return dq, keys.sums(), values.sums()
+        return (dq, dk) if isinstance(v, int) else (dq, dk, dv)
+    held = _Gathered(k, v, at, sums=True)
+    for block in held.blocks():
+        queries, grads, *stats = (held.grouped(x, block) for x in (q, dout, lse[..., None], delta[..., None]))
+        stacked = held.stacked(queries * scale, grads)
+        scores, ds = held.products(stacked).chunk(2, 1)
+        p = held.hide(scores).sub_(stats[0]).exp_()
+        ds = ds.sub_(stats[1]).mul_(p)
+        dq[:, :, block] = held.flat((ds @ held.keys) * scale)
+        held.add(torch.cat([ds, p], 1), stacked)
+    return dq, *held.sums()
 
 
-def _is_dense(k: Tensor, v: Tensor, at: Tensor) -> bool:
-    """Return whether to multiply by all keys: they are not many more than the chosen ones, and hold no infinity."""
-    few = 0 < k.shape[2] <= _DENSE * at.shape[-1]
-    return few and bool(torch.isfinite(k).all() & torch.isfinite(v).all())  # a weight of 0 doesn't hide others
+def _values(k: Tensor, v: Tensor | int) -> Tensor:
+    """Return the values [B, Hkv, Sk, Dv]; if ``v`` is an int, the first numbers of the keys."""
+    return k[..., :v] if isinstance(v, int) else v
+
+
+def _is_dense(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> bool:
+    """Return whether to multiply by all keys: they are not many more than the chosen ones, and hold no infinity.
+
+    The queries of a group share what they gather, so a gather pays earlier for a large group.
+    """
+    groups = q.shape[1] // k.shape[1]
+    few = 0 < k.shape[2] <= _DENSE / groups * at.shape[-1]
+    return few and all(bool(torch.isfinite(x).all()) for x in (k, _values(k, v)))  # a weight of 0 doesn't hide others
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,10 +289,10 @@ class _DenseBlock:
         whole.scatter_(-1, self.at, 0.0)
 
 
-def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_DenseBlock]:
+def _dense_blocks(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor) -> Iterator[_DenseBlock]:
     """Yield blocks whose scores fit a core's cache."""
     wide, groups = accumulation_dtype(q.dtype), q.shape[1] // k.shape[1]
-    k, v = k.to(wide), v.to(wide)
+    k, values = k.to(wide), _values(k, v).to(wide)
     size = min(at.shape[2], max(16, _SCORES // (groups * k.shape[2])))
     room = groups * size * (k.shape[2] + 1)
     memory = k.new_empty(room), k.new_zeros(room)
@@ -283,56 +310,79 @@ def _dense_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Iterator[_Dens
             own, hidden = (x[batch, head % x.shape[1]].expand(groups, -1, -1).flatten(0, 1) for x in (chosen, none))
             rows = q[batch, heads, queries].to(wide).flatten(0, 1)
             places = (batch, heads, queries), shape, (batch, head, keys)
-            yield _DenseBlock(rows, k[batch, head, keys], v[batch, head, keys], own, hidden, *places, memory)
-
-
-def _row_blocks(k: Tensor, v: Tensor, at: Tensor) -> Iterator[slice]:
-    """Yield slices of the queries, so that their gathered keys and values take little memory."""
-    each = k.shape[0] * k.shape[1] * at.shape[-1] * (k.shape[3] + v.shape[3])
-    size = max(1, _GATHERED // max(1, each * accumulation_dtype(k.dtype).itemsize))
-    for first in range(0, at.shape[2] if at.shape[-1] else 0, size):
-        yield slice(first, min(first + size, at.shape[2]))
-
-
-def _grouped(x: Tensor, k: Tensor, rows: slice) -> Tensor:
-    """Return rows of [B, Hq, Sq, ...] as [B, Hkv, rows, Hq / Hkv, ...], widened."""
-    return x[:, :, rows].to(accumulation_dtype(x.dtype)).unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Return [B, Hkv, rows, Hq / Hkv, ...] as [B, Hq, rows, ...]."""
-    return x.transpose(2, 3).flatten(1, 2)
-
-
-def _scores(queries: Tensor, chosen: Tensor, at: Tensor, scale: float) -> Tensor:
-    """Return scaled scores [B, Hkv, rows, Hq / Hkv, m], -inf where nothing is chosen."""
-    return (queries @ chosen.mT).mul_(scale).masked_fill_((at < 0).unsqueeze(3), -math.inf)
+            yield _DenseBlock(rows, k[batch, head, keys], values[batch, head, keys], own, hidden, *places, memory)
 
 
 class _Gathered:
-    """Rows of keys or values [B, H, Sk, D] by index, and sums of their gradients."""
+    """Rows [key | value] gathered for blocks of queries, and sums of their gradients.
 
-    def __init__(self, x: Tensor, *, sums: bool = False) -> None:
+    N counts the queries of a block times B Hkv, G = Hq / Hkv, m the chosen rows, W the numbers of a row. All blocks use
+    the same memory: fresh memory would cost more time than the gather.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor | int, at: Tensor, *, sums: bool = False) -> None:
+        width, each = k.shape[3], k.shape[0] * k.shape[1] * at.shape[-1]
+        rows = k if isinstance(v, int) else torch.cat([k, v], -1)
+        self._joint, self._at, self._shape = isinstance(v, int), at, k.shape
+        self._of_keys, self._of_values = slice(width), slice(v) if isinstance(v, int) else slice(width, None)
         # A row of zeros stands for no key: a zero weight times an infinity would be NaN.
-        self._rows = torch.nn.functional.pad(x, (0, 0, 0, 1)).flatten(0, 2)
-        self._shape = x.shape
-        self._sums = torch.zeros_like(self._rows, dtype=accumulation_dtype(x.dtype)) if sums else x.new_empty(0)
+        self._rows = torch.nn.functional.pad(rows.to(accumulation_dtype(k.dtype)), (0, 0, 0, 1)).flatten(0, 2)
+        self._sums = torch.zeros_like(self._rows) if sums else self._rows
+        self._size = min(at.shape[2], max(1, _GATHERED // max(1, each * rows.shape[3] * self._rows.itemsize)))
+        self._memory = self._rows.new_empty(each * self._size, rows.shape[3])
 
-    def index(self, at: Tensor) -> Tensor:
-        """Return the indices of rows [B, C, rows, m] for all heads, [B, H, rows, m]."""
-        batch, heads, count, _ = self._shape
-        first = torch.arange(batch * heads, device=at.device).view(batch, heads, 1, 1) * (count + 1)
-        return torch.where(at < 0, count, at) + first
+    def blocks(self) -> Iterator[slice]:
+        """Gather rows for block after block of queries; yield which queries."""
+        batch, heads, none, _ = self._shape
+        first = torch.arange(batch * heads, device=self._at.device).view(batch, heads, 1, 1) * (none + 1)
+        for start in range(0, self._at.shape[2] if self._at.shape[-1] else 0, self._size):
+            block = slice(start, min(start + self._size, self._at.shape[2]))
+            at = self._at[:, :, block]
+            self._hidden = (at < 0).expand(-1, heads, -1, -1).flatten(0, 2).unsqueeze(1)
+            self._index = torch.where(at < 0, none, at).add(first).flatten()
+            taken = torch.index_select(self._rows, 0, self._index, out=self._memory[: len(self._index)])
+            self._taken = taken.unflatten(0, (-1, at.shape[-1]))
+            yield block
 
-    def take(self, index: Tensor) -> Tensor:
-        """Return the rows, widened: [B, H, rows, m, D]."""
-        taken = self._rows.index_select(0, index.flatten())
-        return taken.to(accumulation_dtype(taken.dtype)).unflatten(0, index.shape)
+    @property
+    def keys(self) -> Tensor:
+        """The gathered keys [N, m, D]."""
+        return self._taken[..., self._of_keys]
 
-    def add(self, index: Tensor, grads: Tensor) -> None:
-        """Add gradients [B, H, rows, m, D] to their rows."""
-        self._sums.index_add_(0, index.flatten(), grads.flatten(0, 3))
+    @property
+    def values(self) -> Tensor:
+        """The gathered values [N, m, Dv]."""
+        return self._taken[..., self._of_values]
 
-    def sums(self) -> Tensor:
-        """Return the sums of gradients, [B, H, Sk, D]."""
-        return self._sums.unflatten(0, (*self._shape[:2], -1))[:, :, :-1]
+    def grouped(self, x: Tensor, block: slice) -> Tensor:
+        """Return rows of [B, Hq, Sq, ...] as [N, G, ...], widened."""
+        x = x[:, :, block].to(self._rows.dtype)
+        return x.unflatten(1, (self._shape[1], -1)).transpose(2, 3).flatten(0, 2)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return [N, G, ...] as [B, Hq, rows, ...]."""
+        return x.unflatten(0, (*self._shape[:2], -1)).transpose(2, 3).flatten(1, 2)
+
+    def stacked(self, queries: Tensor, grads: Tensor) -> Tensor:
+        """Return [N, 2 G, W], whose products with rows are those of queries with keys, then of grads with values."""
+        whole = queries.new_zeros(len(queries), 2, queries.shape[1], self._rows.shape[1])
+        whole[:, 0, :, self._of_keys], whole[:, 1, :, self._of_values] = queries, grads
+        return whole.flatten(1, 2)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return x [N, ..., W] times the gathered rows."""
+        return x @ self._taken.mT
+
+    def hide(self, scores: Tensor) -> Tensor:
+        """Write -inf to scores [N, G, m] where nothing is chosen."""
+        return scores.masked_fill_(self._hidden, -math.inf)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add x [N, 2 G, m] transposed times y [N, 2 G, W] to the sums of the gathered rows. Overwrites the rows."""
+        torch.bmm(x.mT, y, out=self._taken)
+        self._sums.index_add_(0, self._index, self._taken.flatten(0, 1))
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """Return the sums of gradients [B, Hkv, Sk, ...]: of keys and of values; of keys alone if values are inside."""
+        whole = self._sums.unflatten(0, (*self._shape[:2], -1))[:, :, :-1]
+        return (whole,) if self._joint else (whole[..., self._of_keys], whole[..., self._of_values])

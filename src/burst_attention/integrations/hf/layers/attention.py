@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from . import checks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
+from .indexed import Indexed, attend_to_latents
 
 
 def register() -> None:
@@ -70,7 +72,8 @@ class Attention:
         """Check the layer's arguments, then compute its attention [B, S_local, Hq, Dv]; no weights.
 
         Args:
-            query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv]; s_aux: the layer's sinks [Hq].
+            query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv], or the latent and the rotary part of an
+                :class:`Indexed` layer; s_aux: the layer's sinks [Hq].
             plan: those of the running call, as layers pass them on. Any others are checked as plans by hand.
             indices: [B, S_local, count], the keys that the layer's indexer has chosen; block_indices: [B, Hkv, S_local,
                 count], those in the blocks that it has chosen (:mod:`.indexed`).
@@ -85,6 +88,12 @@ class Attention:
         indices = block_indices if indices is None else indices
         if indices is not None:
             options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
+        if isinstance(module, Indexed) and module.keeps_latent():
+            weight = module.up_projection() if attend is _to_chosen else None
+            if weight is None:
+                key, value = module.expanded(key, value)
+            else:
+                attend = functools.partial(attend_to_latents, weight)
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         if isinstance(plan, Step):

@@ -5,6 +5,9 @@ MiniMax M3's chooses blocks of keys, for each key-value head.
 An indexer's forward runs unchanged, but its scores of all pairs are never computed. The product of queries and keys is
 a stand-in that records what happens to it, and its ``topk`` chooses over all ranks. Any operation that the stand-in
 does not know raises an error. The attention gets the choice as ``indices``, in place of a mask.
+
+Keys and values of DeepSeek's attention are projections of a latent (MLA, arXiv 2405.04434, section 2.1), which the
+layer's ``expand_kv`` computes. Here it returns the latent, and the attention computes with it or expands it.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from burst_attention.attention.chosen import choose_blocks, choose_keys
+from burst_attention.attention.chosen import choose_blocks, choose_keys, chosen_attention
 from burst_attention.attention.plan import Plan
 
 from ..classes import Converted
+from ..reading.attached import HOOKS
 from ..running import ALONE, running_plans
 from . import checks
 from .checks import MaskRequest
@@ -35,6 +39,54 @@ class Indexed(Converted):
         if running_plans(self) is not ALONE and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = MaskRequest(causal=True, window=None, foreign=())
         return super().forward(*args, **kwargs)
+
+    def keeps_latent(self) -> bool:
+        """Return whether its attention gets the latent [B, 1, S, R] and the rotary part [B, 1, S, D'] as key, value."""
+        return hasattr(self.stock_class, "expand_kv") and running_plans(self) is not ALONE
+
+    def expand_kv(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both unchanged while it runs on shards, else its keys and values of all heads."""
+        return (latent, rotary) if self.keeps_latent() else self.expanded(latent, rotary)
+
+    def expanded(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys [B, H, S, D] and values [B, H, S, Dv] as the stock layer computes them."""
+        keys, values = super().expand_kv(latent, rotary)  # type: ignore[misc]
+        return keys, values
+
+    def up_projection(self) -> Tensor | None:
+        """Return the weight [H, D - D' + Dv, R] with which ``expand_kv`` projects the latent, to attend to latents.
+
+        None: something else changes the projection, or a latent is no smaller than the keys and values of all heads.
+        """
+        module: Any = self
+        own, dims = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
+        attached = "forward" in own.__dict__ or any(getattr(own, hooks) for hooks in HOOKS)
+        if type(own) is not nn.Linear or own.bias is not None or attached or type(own.weight) is not nn.Parameter:
+            return None
+        weight = own.weight.unflatten(0, (-1, sum(dims)))
+        rotary: int = module.qk_rope_head_dim
+        smaller = weight.shape[2] + rotary < len(weight) * (sum(dims) + rotary)
+        return weight if smaller else None
+
+
+def attend_to_latents(
+    weight: Tensor, q: Tensor, latent: Tensor, rotary: Tensor, plan: Plan, *, indices: Tensor, **options: Any
+) -> Tensor:
+    """Compute attention to chosen keys with their latents: out [B, H, S_local, Dv].
+
+    A key of head h is [U_h c | r] and its value V_h c, where c is the latent, r the rotary part and [U_h; V_h] the
+    weight. So q . k = (U_h^T q_1) . c + q_2 . r, and out = V_h times the weighted sum of latents. The rows [c | r] are
+    the keys of a single head, and c is their value.
+
+    Args:
+        weight: [H, D - D' + Dv, R]; q: [B, H, S_local, D]; latent: [B, 1, S_local, R]; rotary: [B, 1, S_local, D'].
+    """
+    dims = q.shape[3] - rotary.shape[3]
+    of_keys, of_values = weight.split([dims, weight.shape[1] - dims], 1)
+    q = torch.cat([q[..., :dims] @ of_keys, q[..., dims:]], -1)
+    rows = torch.cat([latent, rotary], -1)
+    out, _ = chosen_attention(q, rows, latent.shape[3], indices, plan, **options)
+    return out @ of_values.mT
 
 
 class Indexer(Converted):
