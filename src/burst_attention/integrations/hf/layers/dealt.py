@@ -58,7 +58,9 @@ def passed(kwargs: Mapping[str, Any]) -> str | None:
 class Step:
     """Stands for the plan in a call whose queries are on every rank."""
 
-    attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks)
+    attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks, indices)
+    choose: Callable[..., Tensor]  # of (q, an indexer's keys, weights or None), as ``choose_keys`` or ``choose_blocks``
+    span: int  # columns of the cache, with those of the step
 
     def of_layer(
         self, module: torch.nn.Module, qkv: tuple[Tensor, ...], mask: Any, window: Any, options: dict[str, Any]
