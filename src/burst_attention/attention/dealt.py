@@ -6,8 +6,8 @@
 
 The bytes that a rank sends are ``(W - 1) B Hq Sq (Dv + 1)`` numbers in fp32 (fp64 for fp64), for any number of keys.
 
-Where an indexer chooses keys, another exchange is before it: of the best candidates of each rank, ``(W - 1) B Sq count``
-numbers of 8 bytes. All ranks then make the same choice, and each attends to those of the chosen keys that it holds.
+Where an indexer chooses keys, ranks first exchange their best candidates: ``(W - 1) B Sq count`` numbers of 8 bytes
+(for blocks of keys, for each head). All ranks then make the same choice. Each attends to the chosen keys that it holds.
 """
 
 from __future__ import annotations
@@ -192,9 +192,7 @@ def _partial_of_chosen(
     return out, lse
 
 
-def _of_one_query(
-    q: Tensor, k: Tensor, v: Tensor, at: Tensor, kernel: Kernel, scale: float
-) -> tuple[Tensor, Tensor]:
+def _of_one_query(q: Tensor, k: Tensor, v: Tensor, at: Tensor, kernel: Kernel, scale: float) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one query a row, [B, Hq, 1, ...], over the rows that each choice of heads takes."""
     out, lse = blank_output(q, v, 1, accumulation_dtype(q.dtype))
     for row, n in itertools.product(range(at.shape[0]), range(at.shape[1])):

@@ -390,14 +390,14 @@ class ShardedCache(DealtCache):
                 "refused"
             )
         seen, label = self._seen(layer, now), f"decoding, token {now.stop - 1}, layer {self._last}"
-        how = {"scale": scale, "softcap": softcap, "sinks": sinks, "label": label}
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "label": label}
         if isinstance(layer, IndexedLayer) != (indices is not None):
             raise ValueError(f"layer {self._last} attends to other keys than its configuration says; correct it")
         chosen = None if indices is None else Chosen.of(indices, self._places(layer, now, q.device))
         return attend_dealt(q, key, value, seen, self.transport, among=chosen, **how)
 
     def _choose(self, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:
-        """Choose keys for the tokens of this step: columns of the cache, [B, n, count] or, in blocks, [B, H, n, ...]."""
+        """Choose keys for the tokens of this step: columns of the cache, [B, n, count]; for blocks [B, H, n, count]."""
         now, layer = self._filling, self.sharded[self._last]
         assert now is not None
         held = len(layer.held)

@@ -120,8 +120,8 @@ def _read_pages(layer: ShardedLayer, number: int, files: list[tuple[Any, Any]], 
     order = np.argsort(every, kind="stable")
     key, value, *index = (torch.cat(each, 2).index_select(2, torch.from_numpy(order)) for each in parts)
     layer.store(key, value, every[order])
-    for each in index:
-        layer.add_index(each)  # type: ignore[attr-defined]  # only an IndexedLayer has one
+    for x in index:
+        layer.add_index(x)  # type: ignore[attr-defined]  # only an IndexedLayer has one
 
 
 def digest_of_file(path: Path) -> str:
