@@ -127,6 +127,8 @@ def attend_dealt(
     Returns [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks don't
     compare their arguments: the caller agrees on a whole step of the model before.
     """
+    if among is not None and softcap is not None:
+        raise ValueError(f"softcap={softcap} is not supported where an indexer chooses keys; leave it out")
     try:  # not by a context manager: this runs in each layer for each token
         dims, device = (q.shape[3], v.shape[3]), q.device
         kernel = choose("auto", device=device, dtype=q.dtype, head_dims=dims, softcap=softcap)

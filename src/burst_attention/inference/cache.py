@@ -31,6 +31,7 @@ _INDEXED = (known.INDEXED, known.BLOCKS)
 _KINDS = ("full_attention", "sliding_attention", known.CHUNKED, *_INDEXED, "linear_attention", "conv", "mlp", "moe")
 _ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+_CHOICE = ("index_topk", "index_topk_blocks", "index_block_size", "index_local_blocks", "indexer_types")
 
 Layer = ShardedLayer | StateLayer | EmptyLayer
 
@@ -478,7 +479,7 @@ def _layers_of(config: Any) -> list[Layer]:
 
 def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return what a cache remembers of its model: JSON types, by name."""
-    every = {name: by_layer(config, name) for name in _SIZES}
+    every = {name: by_layer(config, name) for name in (*_SIZES, *_CHOICE)}
     sizes = {name: values[0] if len(values) == 1 else values for name, values in every.items()}
     rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))
     return {**sizes, "layers see": [layer.sees for layer in layers], "rope_parameters": rope}

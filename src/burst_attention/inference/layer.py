@@ -130,9 +130,7 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse: only a parallelized model fills the cache, which knows the slots of its tokens."""
-        raise ValueError(
-            "the model got a ShardedCache as its cache, but is not parallelized; call hf.parallelize(model) first"
-        )
+        raise _not_parallelized()
 
     def get_seq_length(self) -> int:
         """Return the number of columns of the whole cache, on all ranks."""
@@ -218,8 +216,7 @@ class IndexedLayer(ShardedLayer):
         """
         now = self.filling
         if now is None:
-            self.update(keys, keys)
-        assert now is not None
+            raise _not_parallelized()
         own = now.own(keys)
         self.add_index(own, room=PAGE if now.plan is None else 0)
         # No query sees the keys that a rank without any returns.
@@ -252,6 +249,12 @@ class IndexedLayer(ShardedLayer):
         """Forget all tokens."""
         super().reset()
         self.index = self.filling = None
+
+
+def _not_parallelized() -> ValueError:
+    return ValueError(
+        "the model got a ShardedCache as its cache, but is not parallelized; call hf.parallelize(model) first"
+    )
 
 
 def _appended(held: Tensor, new: Tensor, used: int, room: int) -> Tensor:
