@@ -28,10 +28,10 @@ def families_but(*left_out):
 
 
 @pytest.mark.parametrize("family", families_but())
-@pytest.mark.parametrize(("count", "rows"), [(150, 2), (7, 1)])
-def test_tokens_and_logits_equal_one_process(family, count, rows):
-    """From 7 tokens the steps of every rank begin with fewer keys than are chosen, on one rank."""
-    at_all_worlds(family, ids_of(count, rows), (1, 2, 3, 4), max_new_tokens=NEW)
+@pytest.mark.parametrize(("count", "rows", "worlds"), [(150, 2, (1, 2, 3, 4)), (7, 1, (3,))])
+def test_tokens_and_logits_equal_one_process(family, count, rows, worlds):
+    """After 7 tokens the first steps have fewer keys than are chosen, all of them on one rank."""
+    at_all_worlds(family, ids_of(count, rows), worlds, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))
@@ -79,7 +79,7 @@ def test_pieces_turns_and_a_saved_cache(family, tmp_path):
         assert loaded.length == said.shape[1] - 1
         return generate(model, loaded, **continued(longer))
 
-    for world in (1, 2, 4):
+    for world in (1, 4):
         check_equal(over_ranks(family, world, load), expected_run(longer))
 
 
