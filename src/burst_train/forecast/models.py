@@ -56,9 +56,10 @@ class Model(Heads):
         """Read a configuration's model. Raise ValueError if a part of it is not predicted."""
         config = config.get_text_config(decoder=True)
         model, heads = build_empty(config), Heads.of(config)
-        experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
-        if experts is not None:
-            raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
+        kinds = [type(each).__name__ for each in model.modules()]
+        for end, what in (("Experts", "a mixture of experts"), ("Indexer", "an indexer that chooses keys")):
+            if kind := next((name for name in kinds if name.endswith(end)), None):
+                raise ValueError(f"has {what} ({kind}), whose work is not predicted")
         reaches, layers = hf.attention_windows(model), decoder_layers(model)
         if not reaches or not heads.q_heads:
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
