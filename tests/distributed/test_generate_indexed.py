@@ -77,6 +77,10 @@ def test_pieces_turns_and_a_saved_cache(family, tmp_path):
     def load(model, empty):
         loaded = ShardedCache.load(tmp_path / "cache", model.config, empty.group)
         assert loaded.length == said.shape[1] - 1
+        other, name = copy.deepcopy(model.config), "index_topk_blocks" if family == BLOCKS else "index_topk"
+        setattr(other, name, 4)
+        with pytest.raises(ValueError, match=f"another model: {name} was"):
+            ShardedCache.load(tmp_path / "cache", other, empty.group)
         return generate(model, loaded, **continued(longer))
 
     for world in (1, 4):
