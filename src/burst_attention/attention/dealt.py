@@ -93,7 +93,8 @@ def choose_dealt(
             if weights is None:
                 each = chosen.choose_blocks(queries, keys, asked.to(q.device), at, part.tiles, count, size, local)
             else:
-                each = chosen.choose(queries, keys, weights[part.rows].float(), at, part.tiles, count, scale)
+                pick = chosen.choose_of_one if q.shape[2] == 1 else chosen.choose
+                each = pick(queries, keys, weights[part.rows].float(), at, part.tiles, count, scale)
             chosen.join_(found[part.rows], each, distinct=not size)
     except BaseException as error:
         transport.health.fail(label, error)

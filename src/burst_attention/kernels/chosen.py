@@ -68,16 +68,12 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
         tiles: which keys each query sees.
     """
     found = q.new_full((q.shape[0], 1, q.shape[2], count), NONE, dtype=torch.int64)
-    # All heads at once would hold as many blocks of scores. Those of one query, in decoding, read the keys once.
-    together = q.shape[1] if q.shape[2] == 1 else 1
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
         rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         keys, total = k[:, 0, columns].float().mT, None
-        for head in range(0, q.shape[1], together):
-            heads = slice(head, head + together)
-            scores = torch.relu_((q[:, heads, rows].float().flatten(1, 2) @ keys).mul_(scale))
-            scores.mul_(weights[:, heads, rows].flatten(1).unsqueeze(-1))
-            scores = scores if together == 1 else scores.sum(1, keepdim=True)
+        for head in range(q.shape[1]):  # all heads at once would hold as many blocks of scores
+            scores = torch.relu_((q[:, head, rows].float() @ keys).mul_(scale))
+            scores.mul_(weights[:, head, rows, None])
             total = scores if total is None else total.add_(scores)
         assert total is not None
         each = candidates(total, positions[columns])
@@ -85,6 +81,21 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
             each.masked_fill_(~band_seen(tile, q.device), NONE)
         joined = torch.cat([found[:, 0, rows], each], -1)
         found[:, 0, rows] = best(joined, count)
+    return found
+
+
+def choose_of_one(
+    q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tiles, count: int, scale: float
+) -> Tensor:
+    """As :func:`choose`, of one query a row, as in decoding: all its heads together read the keys once."""
+    found = q.new_full((q.shape[0], 1, 1, count), NONE, dtype=torch.int64)
+    for tile in _blocks(tiles, 1, _COLUMNS):
+        columns = slice(tile.k_start, tile.k_stop)
+        scores = torch.relu_((q[:, :, 0].float() @ k[:, 0, columns].float().mT).mul_(scale))
+        each = candidates(scores.mul_(weights).sum(1, keepdim=True), positions[columns])
+        if not tile.full:
+            each.masked_fill_(~band_seen(tile, q.device), NONE)
+        found[:, 0] = best(torch.cat([found[:, 0], each], -1), count)
     return found
 
 
