@@ -45,6 +45,11 @@ def sharded_layers(model: Any) -> list[nn.Module]:
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
 
 
+def indexer_of(model: nn.Module) -> str | None:
+    """Return the class of an indexer, which chooses the keys of an attention; None if the model has none."""
+    return next((name for part in model.modules() if (name := type(part).__name__).endswith("Indexer")), None)
+
+
 def windows_of(config: Any) -> list[hf.Reach]:
     """Return what each attention of a configuration's model sees, by layer."""
     return hf.attention_windows(build_empty(config))

@@ -26,6 +26,7 @@ from transformers import (
 
 from burst_attention.cli.generate import GenerateArguments, _digest, _read_tokens, main
 from tests.support.hybrid_models import make_hybrid
+from tests.support.indexed_models import make_indexed
 from tests.support.processes import is_alive, workers_of
 
 TEXT = "A prompt that the ranks share. " * 5
@@ -190,6 +191,27 @@ def test_a_chat_template_is_applied_and_a_hybrid_model_continues(pools, folder):
     status, said = burst("--model", path, "--prompt", folder / "prompt.txt", *options, ranks=pools(2))
     assert status == 0, said
     assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *expected_text(path, ids, 8)]
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", pytest.param("minimax_m3_vl", marks=pytest.mark.long)])
+def test_a_model_whose_indexer_chooses_keys_is_continued(pools, folder, tmp_path, family):
+    tokenizer, path, more = PreTrainedTokenizerFast.from_pretrained(folder), tmp_path / "model", tmp_path / "more.txt"
+    tokenizer.save_pretrained(path)
+    more.write_text("More.")
+    indexed = make_indexed(family, stock=True, vocab_size=257, pad_token_id=0, eos_token_id=None)
+    indexed.config.use_cache = indexed.generation_config.use_cache = True
+    indexed.float().save_pretrained(path)
+    whole, first, second = [], tmp_path / "first", tmp_path / "second"
+    for prompt, ranks, *caches in (
+        (folder / "prompt.txt", 2, "--save-cache", first),
+        (more, 3, "--load-cache", first, "--save-cache", second),
+    ):
+        words = ("--model", path, "--prompt", prompt, "--max-new-tokens", 8, *caches)
+        status, said = burst(*words, ranks=pools(ranks))
+        assert status == 0, said
+        whole += tokenizer(prompt.read_text())["input_ids"]
+        whole += expected_text(path, whole, 8)
+        assert json.loads((caches[-1] / "tokens.json").read_text())["ids"] == whole
 
 
 @pytest.mark.long

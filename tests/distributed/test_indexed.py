@@ -10,7 +10,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 
 from burst_attention import Strategy
 from burst_attention.attention.call import keep_attention
-from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
@@ -272,13 +271,8 @@ def test_what_is_refused_by_name():
     def split(group):
         hf.parallelize(copy.deepcopy(model), group, strategy=Strategy(ulysses_degree=2))(input_ids=ids)
 
-    def generate(group):
-        ours = hf.parallelize(copy.deepcopy(model), group)
-        ours.generate(ids, max_new_tokens=2, past_key_values=ShardedCache(ours.config, group))
-
     assert "attention_chunks=2" in refused(chunks)
     assert "ulysses_degree=2 of the strategy splits heads" in refused(split)
-    assert "has 'indexed_attention', which has no cache over ranks; generate on one rank" in refused(generate)
 
 
 def test_blocks_that_are_not_certain_are_refused_when_parallelized():

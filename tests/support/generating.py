@@ -11,6 +11,8 @@ from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
+from tests.support.indexed_models import FAMILIES as INDEXED
+from tests.support.indexed_models import make_indexed
 from tests.tools.families import model_class
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
@@ -34,7 +36,13 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
 
 @functools.cache
 def model_of(name, implementation="burst"):
-    """Return a model in fp32, the same under every attention."""
+    """Return a model in fp32, the same under every attention. One with an indexer has weights in fp64."""
+    if name in INDEXED:
+        hf.register()
+        indexed = make_indexed(name, stock=True, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS)
+        indexed.set_attn_implementation(implementation)
+        indexed.config.use_cache = indexed.generation_config.use_cache = True
+        return indexed
     if name in FAMILIES:
         hf.register()
         hybrid = make_hybrid(

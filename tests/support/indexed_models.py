@@ -1,6 +1,7 @@
 """Tiny models whose indexers choose keys, in fp64 throughout, and the choices that they make."""
 
 import functools
+import importlib
 
 import torch
 
@@ -32,14 +33,15 @@ FAMILIES = {
 HEADS = "-heads"  # of a family's name: with a latent that is larger than all heads, which are sent instead
 
 
-def make_indexed(family, **changes):
-    """The same random weights each time."""
+def make_indexed(family, *, stock=False, **changes):
+    """The same random weights each time. ``stock``: in transformers' module, whose norms and angles are in fp32."""
     if family.endswith(HEADS):
         family, changes = family.removesuffix(HEADS), {"kv_lora_rank": 96} | changes
     kind, own = FAMILIES[family]
     config = families.tiny_config(kind, **_SIZES | {"max_position_embeddings": 4096} | own | changes)
     config._attn_implementation, config._experts_implementation, config.use_cache = "eager", "eager", False
-    module = families.double_module(family)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}") if stock else None
+    module = families.double_module(family) if module is None else module
     made = next(each for name, each in vars(module).items() if name.endswith("ForCausalLM"))
     torch.manual_seed(0)
     model = made(config).double()

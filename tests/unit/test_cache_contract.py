@@ -6,7 +6,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from burst_attention.inference import ShardedCache
-from burst_attention.inference.layer import ShardedLayer, StateLayer
+from burst_attention.inference.layer import Filling, IndexedLayer, ShardedLayer, StateLayer
 from burst_attention.inference.slots import Held
 from burst_attention.integrations.hf.reading import known
 from tests.support.generating import ids_of, model_of
@@ -54,6 +54,22 @@ def test_what_other_modes_call_raises(name, refused, model):
     cache = ShardedCache(model_of(model).config)
     with pytest.raises(ValueError, match=refused):
         getattr(cache, name)(torch.zeros(1, dtype=torch.int64) if name == "reorder_cache" else -1)
+
+
+def test_an_indexed_layer_holds_the_indexers_keys_of_its_tokens():
+    layer, index = IndexedLayer(), torch.arange(70.0).view(1, 70, 1)
+    with pytest.raises(ValueError, match="not parallelized"):
+        layer.update_indexer(index)
+    for first, stop, own in ((0, 3, [range(3)]), (3, 66, [range(3, 64)]), (66, 70, [])):  # slots of the first page
+        new = torch.ones(1, 2, stop - first, 4)
+        layer.filling = Filling(None, own, first, stop)
+        layer.append(new, new, own, first)
+        assert torch.equal(layer.update_indexer(index[:, first:stop]), index[:, : min(stop, 64)])
+    assert layer.nbytes() == sum(x.nbytes for x in (layer.keys, layer.values, layer.index))
+    layer.move(torch.device("meta"))
+    assert layer.index.device.type == layer.keys.device.type == "meta"
+    layer.reset()
+    assert layer.nbytes() == 0 and layer.index is None and layer.filling is None
 
 
 def test_layers_move_to_the_models_device() -> None:

@@ -76,8 +76,6 @@ REFUSED_CACHES = {
     "roformer": "a custom head or forward",
     "llama4_text": "a custom attention or counts positions",
     "openai-gpt": "takes no cache",
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4"), "'indexed_attention', which"),
-    "minimax_m3_vl_text": "'minimax_m3_sparse', which",
 }
 if known.CACHE == "past_key_values":  # transformers 5.24 rewrote it: it calls the attention of the configuration
     REFUSED_CACHES["codegen"], MECHANISMS["codegen"] = "a custom attention or counts positions", {"scores"}

@@ -112,9 +112,7 @@ def choose_blocks(q: Tensor, k: Tensor, plan: Plan, *, count: int, size: int, lo
         for name, value, least in (("size", size, 1), ("local", local, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-    found = choose(q.detach(), k.detach(), None, plan.handle, count, 1.0, size, local)
-    keys = found.unsqueeze(-1) * size + torch.arange(size, device=found.device)
-    return keys.masked_fill_(found.unsqueeze(-1) < 0, -1).flatten(3)
+    return chosen.keys_of(choose(q.detach(), k.detach(), None, plan.handle, count, 1.0, size, local), size)
 
 
 def chosen_attention(

@@ -5,19 +5,24 @@
     each rank:  (O, L) = merge of all (o_r, l_r) in the order of ranks, so all ranks get equal bits
 
 The bytes that a rank sends are ``(W - 1) B Hq Sq (Dv + 1)`` numbers in fp32 (fp64 for fp64), for any number of keys.
+
+Where an indexer chooses keys, ranks first exchange their best candidates: ``(W - 1) B Sq count`` numbers of 8 bytes
+(for blocks of keys, for each head). All ranks then make the same choice. Each attends to the chosen keys that it holds.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.transport import Transport
-from ..kernels import choose
+from ..kernels import choose, chosen
 from ..kernels.contract import Kernel, accumulation_dtype, blank_output, converted, merge_
 from ..kernels.stock import Stock
 from ..plan.tile import Tiles
@@ -34,6 +39,75 @@ class Seen:
     whole: bool = False  # whether every query sees every key
 
 
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Which keys of this rank each query chose: int64 [B, C, Sq, count], -1 for none; C is 1 or Hkv."""
+
+    at: Tensor
+
+    @classmethod
+    def of(cls, indices: Tensor, places: Tensor) -> Chosen:
+        """Return those of chosen positions that this rank holds.
+
+        Args:
+            indices: [B, Sq, count] or [B, Hkv, Sq, count], positions, negative for none.
+            places: int64 [S_own], of this rank's keys, ascending.
+        """
+        wanted = (indices.unsqueeze(1) if indices.dim() == 3 else indices).long()
+        if not len(places):
+            return cls(torch.full_like(wanted, -1))
+        at = torch.searchsorted(places, wanted).clamp_(max=len(places) - 1)
+        return cls(at.masked_fill_(places[at] != wanted, -1))
+
+
+def choose_dealt(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    places: Tensor,
+    seen: Sequence[Seen],
+    transport: Transport,
+    *,
+    count: int,
+    scale: float = 1.0,
+    size: int = 0,
+    local: int = 0,
+    first: int = 0,
+    label: str = "choosing",
+) -> Tensor:
+    """Choose each query's best keys among those of all ranks. Every rank must call it.
+
+    Args:
+        q: [B, H, Sq, D], an indexer's queries of positions from ``first`` on, equal on all ranks; ``weights`` [B, H,
+            Sq], too, or None to choose blocks of ``size`` keys, the last ``local`` ones always.
+        k: [B, 1, S_own, D], keys of this rank, at positions ``places``, int64 [S_own]; ``seen`` in the order of keys.
+
+    Returns:
+        What :func:`.chosen.choose_keys` returns, or :func:`.chosen.choose_blocks`, equal on all ranks.
+    """
+    try:
+        heads, asked = (1 if weights is not None else q.shape[1]), torch.arange(first, first + q.shape[2])
+        found = q.new_full((q.shape[0], heads, q.shape[2], count), chosen.NONE, dtype=torch.int64)
+        for part in seen:
+            queries, keys, at = q[part.rows], k[part.rows, :, part.keys], places[part.keys]
+            if weights is None:
+                each = chosen.choose_blocks(queries, keys, asked.to(q.device), at, part.tiles, count, size, local)
+            else:
+                pick = chosen.choose_of_one if q.shape[2] == 1 else chosen.choose
+                each = pick(queries, keys, weights[part.rows].float(), at, part.tiles, count, scale)
+            chosen.join_(found[part.rows], each, distinct=not size)
+    except BaseException as error:
+        transport.health.fail(label, error)
+        raise
+    if transport.world > 1:
+        parts = transport.all_to_all([found] * transport.world, [len(found)] * transport.world, label=label)
+        found = parts[0].clone()
+        for each in parts[1:]:
+            chosen.join_(found, each, distinct=not size)
+    positions = chosen.positions_of(found)
+    return chosen.keys_of(positions, size) if size else positions[:, 0]
+
+
 def attend_dealt(
     q: Tensor,
     k: Tensor,
@@ -44,23 +118,28 @@ def attend_dealt(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    among: Chosen | None = None,
+    up: Tensor | None = None,
     label: str = "decoding",
 ) -> Tensor:
     """Compute exact attention of the same queries on every rank, over the keys of all ranks. Every rank must call it.
 
     q [B, Hq, Sq, D] is equal on all ranks; k, v [B, Hkv, S_own, ...] are this rank's, ``seen`` in the order of keys.
-    Returns [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks don't
-    compare their arguments: the caller agrees on a whole step of the model before.
+    ``among``: attend to these keys alone. ``up`` [Hq, Dv, N] multiplies each rank's sum of values, before it is sent.
+    Returns [B, Hq, Sq, Dv or N] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks
+    don't compare their arguments: the caller agrees on a whole step of the model before.
     """
+    if among is not None and softcap is not None:
+        raise ValueError(f"softcap={softcap} is not supported where an indexer chooses keys; leave it out")
     try:  # not by a context manager: this runs in each layer for each token
         dims, device = (q.shape[3], v.shape[3]), q.device
         kernel = choose("auto", device=device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         scale = 1 / math.sqrt(dims[0]) if scale is None else float(scale)
         if torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
-                out, lse = _partial(q, k, v, seen, kernel, scale)
+                out, lse = _partial(q, k, v, seen, kernel, scale, among, up)
         else:
-            out, lse = _partial(q, k, v, seen, kernel, scale)
+            out, lse = _partial(q, k, v, seen, kernel, scale, among, up)
     except BaseException as error:
         transport.health.fail(label, error)
         raise
@@ -77,10 +156,20 @@ def dealt_bytes(*, world: int, batch: int, queries: int, q_heads: int, v_head_di
 
 
 def _partial(
-    q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Sequence[Seen],
+    kernel: Kernel,
+    scale: float,
+    among: Chosen | None,
+    up: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out, lse)."""
     dtype = accumulation_dtype(q.dtype)
+    if among is not None:
+        out, lse = _partial_of_chosen(q, k, v, seen, kernel, scale, among.at)
+        return (out if up is None else out @ up.to(dtype)), lse
     if len(seen) == 1 and seen[0].rows == slice(0, q.shape[0]):
         only = seen[0]
         if only.keys != slice(0, k.shape[2]):
@@ -95,6 +184,38 @@ def _partial(
         keys, values = (x[part.rows, :, part.keys] for x in (k, v))
         part_out, part_lse = kernel.forward(q[part.rows], keys, values, part.tiles, scale)
         merge_(out[part.rows], lse[part.rows], part_out, part_lse)
+    return out, lse
+
+
+def _partial_of_chosen(
+    q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float, at: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's (out, lse) of chosen keys alone."""
+    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+    for part in seen:
+        queries, keys, values = q[part.rows], k[part.rows, :, part.keys], v[part.rows, :, part.keys]
+        own = chosen.seen_rows(at[part.rows] - part.keys.start, part.tiles)
+        each = (
+            _of_one_query(queries, keys, values, own, kernel, scale)
+            if part.whole
+            else chosen.forward(queries, keys, values, own, scale)
+        )
+        merge_(out[part.rows], lse[part.rows], *each)
+    return out, lse
+
+
+def _of_one_query(q: Tensor, k: Tensor, v: Tensor, at: Tensor, kernel: Kernel, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of one query a row, [B, Hq, 1, ...], over the rows that each choice of heads takes."""
+    out, lse = blank_output(q, v, 1, accumulation_dtype(q.dtype))
+    for row, n in itertools.product(range(at.shape[0]), range(at.shape[1])):
+        picked = at[row, n, 0]
+        picked = picked[picked >= 0]
+        if len(picked):
+            own, theirs = (slice(n * x.shape[1] // at.shape[1], (n + 1) * x.shape[1] // at.shape[1]) for x in (q, k))
+            keys, values = (x[row : row + 1, theirs].index_select(2, picked) for x in (k, v))
+            tiles = Tiles(np.array([[0, 1, 0, len(picked), 1 - len(picked), 0]], np.int64))
+            part_out, part_lse = kernel.forward(q[row : row + 1, own], keys, values, tiles, scale)
+            out[row, own], lse[row, own] = part_out[0], part_lse[0]
     return out, lse
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from burst_attention.attention.batch import Reach, digest_text
-from burst_attention.attention.dealt import Seen, attend_dealt
+from burst_attention.attention.dealt import Chosen, Seen, attend_dealt, choose_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf.layers.checks import UNSTATED
@@ -26,25 +24,16 @@ from burst_attention.integrations.hf.reading.configs import by_layer, layer_wind
 from burst_attention.integrations.hf.tensor import axis
 
 from . import files, forward
-from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
+from .layer import EmptyLayer, Filling, IndexedLayer, ShardedLayer, StateLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
-_KINDS = ("full_attention", "sliding_attention", known.CHUNKED, "linear_attention", "conv", "mlp", "moe")
+_INDEXED = (known.INDEXED, known.BLOCKS)
+_KINDS = ("full_attention", "sliding_attention", known.CHUNKED, *_INDEXED, "linear_attention", "conv", "mlp", "moe")
 _ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+_CHOICE = ("index_topk", "index_topk_blocks", "index_block_size", "index_local_blocks", "indexer_types")
 
 Layer = ShardedLayer | StateLayer | EmptyLayer
-
-
-@dataclass
-class _Filling:
-    """What an update of a layer does: ``slots`` of the new tokens, as an array in a prefill, else as this rank's."""
-
-    plan: Plan | None
-    slots: Any
-    first: int
-    stop: int
-    seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
 
 
 class ShardedCache(DealtCache):
@@ -98,7 +87,7 @@ class ShardedCache(DealtCache):
         self.strided = False
         # Versions of the weights of models that filled the cache, or will.
         self._models: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-        self._filling: _Filling | None = None
+        self._filling: Filling | None = None
         self._cut = 1  # over how many ranks tensor parallelism cut the model that filled the cache
         self._last = 0  # the layer of the last update
 
@@ -127,7 +116,7 @@ class ShardedCache(DealtCache):
         return next(iter(self.sharded.values())).length
 
     def nbytes(self) -> int:
-        """Return the bytes of keys, values and states on this rank."""
+        """Return the bytes of keys, values, indexers' keys and states on this rank."""
         return sum(layer.nbytes() for layer in self._holding())
 
     def _holding(self) -> list[ShardedLayer | StateLayer]:
@@ -277,6 +266,13 @@ class ShardedCache(DealtCache):
                 f"{min(self.states)} of the model is recurrent, and its state can't skip them; generate with rows of "
                 "equal lengths, or with each row alone"
             )
+        blocks = [n for n, layer in self.sharded.items() if isinstance(layer, IndexedLayer) and layer.blocks]
+        if blocks and padding.any():
+            raise ValueError(
+                f"attention_mask has {padding.tolist()} columns of padding in front of rows, but the indexer of layer "
+                f"{blocks[0]} counts blocks from the start of a row; generate with rows of equal lengths, or with each "
+                "row alone"
+            )
         if self.length and [stop - start for start, stop in self.holes] != padding.tolist():
             raise ValueError(
                 f"{argument} holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
@@ -307,7 +303,7 @@ class ShardedCache(DealtCache):
         if not first:
             self.holes = [(stop - n, stop) if n else NO_HOLE for n in padding.tolist()]
             self.strided = any(step > 1 for step in plan.schedule.layout.strides)
-        with self._fill(_Filling(plan, plan.positions.numpy(), first, first + plan.seqlen)):
+        with self._fill(Filling(plan, plan.positions.numpy(), first, first + plan.seqlen)):
             yield
         self.prefill_sent += plan.transport.sent - before
 
@@ -317,7 +313,7 @@ class ShardedCache(DealtCache):
         if not first:  # without a prefill, padding stays in front
             self.holes = [(0, n) for n in padding.tolist()]
         own = own_slots(first, stop, self.transport.rank, self.transport.world)
-        return self._fill(_Filling(None, own, first, stop), Step(self._attend))
+        return self._fill(Filling(None, own, first, stop), Step(self._attend, self._choose, stop))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -326,25 +322,30 @@ class ShardedCache(DealtCache):
         now, layer = self._filling, self.sharded[layer_idx]
         if now is None:
             return layer.update(key_states, value_states)
+        if isinstance(layer, IndexedLayer):
+            layer.filling = now
         if now.plan is None:
             layer.append(key_states, value_states, now.slots, now.first)
             self._last = layer_idx
             # Latent attention can't expand zero tokens. No query sees the keys that a rank without any returns.
             return layer.tokens() if len(layer.held) else (key_states, value_states)
-        order = np.argsort(now.slots, kind="stable")
-        kept = key_states, value_states
-        if (order[1:] < order[:-1]).any():
-            at = torch.from_numpy(order).to(key_states.device, non_blocking=True)
-            kept = key_states.index_select(2, at), value_states.index_select(2, at)
-        layer.store(*kept, now.slots[order])
+        slots = now.slots if now.order is None else now.slots[now.order]
+        layer.store(now.own(key_states), now.own(value_states), slots)
         if now.first:
             return layer.tokens()
         layer.forget(self.holes, now.stop, least=1)
         self._last = layer_idx
         return key_states, value_states
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take this rank's part of an indexer's new keys [B, n, D]; return those that its queries choose among."""
+        layer = self.sharded[layer_idx]
+        if not isinstance(layer, IndexedLayer):
+            raise ValueError(f"layer {layer_idx} has an indexer, but its configuration says otherwise; correct it")
+        return layer.update_indexer(indexer_key_states)
+
     @contextmanager
-    def _fill(self, filling: _Filling, step: Any = None) -> Iterator[Any]:
+    def _fill(self, filling: Filling, step: Any = None) -> Iterator[Any]:
         self._filling = filling
         try:
             yield step
@@ -354,6 +355,8 @@ class ShardedCache(DealtCache):
         finally:
             self._filling = None
         for layer in self.sharded.values():
+            if isinstance(layer, IndexedLayer):
+                layer.filling = None
             layer.length = filling.stop
             layer.forget(self.holes, filling.stop)
 
@@ -367,6 +370,8 @@ class ShardedCache(DealtCache):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        indices: Tensor | None = None,
+        up: Tensor | None = None,
     ) -> Tensor:
         """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
         now, layer = self._filling, self.sharded[self._last]
@@ -386,11 +391,38 @@ class ShardedCache(DealtCache):
                 f"layer {self._last} attends to {key.shape[2]} keys, but the cache returned {held}; such models are "
                 "refused"
             )
+        seen, label = self._seen(layer, now), f"decoding, token {now.stop - 1}, layer {self._last}"
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "up": up, "label": label}
+        if isinstance(layer, IndexedLayer) != (indices is not None):
+            raise ValueError(f"layer {self._last} attends to other keys than its configuration says; correct it")
+        chosen = None if indices is None else Chosen.of(indices, self._places(layer, now, q.device))
+        return attend_dealt(q, key, value, seen, self.transport, among=chosen, **how)
+
+    def _choose(self, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:
+        """Choose keys for the tokens of this step: columns of the cache, [B, n, count]; for blocks [B, H, n, count]."""
+        now, layer = self._filling, self.sharded[self._last]
+        assert now is not None
+        held = len(layer.held)
+        if keys.shape[2] != (held or q.shape[2]):
+            raise ValueError(
+                f"the indexer of layer {self._last} chooses among {keys.shape[2]} keys, but the cache returned {held}; "
+                "such models are refused"
+            )
+        how |= {"first": now.first, "label": f"choosing, token {now.stop - 1}, layer {self._last}"}
+        places, seen = self._places(layer, now, q.device), self._seen(layer, now)
+        return choose_dealt(q, keys, weights, places, seen, self.transport, **how)
+
+    def _seen(self, layer: ShardedLayer, now: Filling) -> list[Seen]:
+        """Return which of a layer's keys the tokens of this step see."""
         if layer.reach not in now.seen:
             now.seen[layer.reach] = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
-        seen = now.seen[layer.reach]
-        label = f"decoding, token {now.stop - 1}, layer {self._last}"
-        return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
+        return now.seen[layer.reach]
+
+    def _places(self, layer: ShardedLayer, now: Filling, device: torch.device) -> Tensor:
+        """Return the columns of the cache that a layer's keys are of, int64 [held]."""
+        if layer.reach not in now.places:
+            now.places[layer.reach] = torch.from_numpy(layer.held.slots()).to(device, non_blocking=True)
+        return now.places[layer.reach]
 
 
 def _check_same(cached: dict[str, Any], model: dict[str, Any], argument: str) -> None:
@@ -439,13 +471,16 @@ def _layers_of(config: Any) -> list[Layer]:
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
     kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
     fixed: dict[str, Callable[[], Layer]] = {"state": StateLayer, "nothing": EmptyLayer}
-    layers = ((known.LAYERS[kind], reach) for kind, reach in zip(kinds, layer_windows(config), strict=True))
-    return [fixed[passes]() if passes in fixed else ShardedLayer(reach) for passes, reach in layers]
+    layers: list[Layer] = []
+    for kind, reach in zip(kinds, layer_windows(config), strict=True):
+        indexed = IndexedLayer(blocks=kind == known.BLOCKS) if kind in _INDEXED else None
+        layers.append(indexed or fixed.get(known.LAYERS[kind], lambda reach=reach: ShardedLayer(reach))())
+    return layers
 
 
 def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return what a cache remembers of its model: JSON types, by name."""
-    every = {name: by_layer(config, name) for name in _SIZES}
+    every = {name: by_layer(config, name) for name in (*_SIZES, *_CHOICE)}
     sizes = {name: values[0] if len(values) == 1 else values for name, values in every.items()}
     rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))
     return {**sizes, "layers see": [layer.sees for layer in layers], "rope_parameters": rope}

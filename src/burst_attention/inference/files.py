@@ -2,6 +2,7 @@
 
     cache.json                  what the cache belongs to, and each file's size and digest
     rank-00000.safetensors      keys and values of each layer that rank 0 held, and their slots; states of all tokens
+                                (and the keys of indexers)
 
 The ranks that load a folder may be fewer or more than those that wrote it. They deal all pages among them again.
 """
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layer import ShardedLayer, StateLayer
+from .layer import IndexedLayer, ShardedLayer, StateLayer
 from .slots import PAGE
 
 MANIFEST, VERSION = "cache.json", 2
@@ -41,6 +42,8 @@ def write_rank(folder: Path, rank: int, layers: Sequence[Any]) -> dict[str, Any]
         if isinstance(layer, ShardedLayer) and layer.is_initialized:
             key, value = layer.tokens()
             tensors |= {f"{number}.keys": key.contiguous(), f"{number}.values": value.contiguous()}
+        if isinstance(layer, IndexedLayer) and layer.index is not None:
+            tensors[f"{number}.index"] = layer.indexed().contiguous()
     path = folder / f"rank-{rank:05}.safetensors"
     save_file(tensors, path, metadata={"slots": json.dumps(slots)})
     return {"name": path.name, "bytes": path.stat().st_size, "digest": digest_of_file(path)}
@@ -104,17 +107,21 @@ def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[
 
 def _read_pages(layer: ShardedLayer, number: int, files: list[tuple[Any, Any]], rank: int, world: int) -> None:
     """Fill a layer with this rank's pages of files, given with the ranges of slots that they hold."""
-    keys, values, own = [], [], []
+    names = [name for name in ("keys", "values", "index") if f"{number}.{name}" in files[0][0].keys()]  # noqa: SIM118
+    parts: list[list[Tensor]] = [[] for _ in names]
+    own = []
     for file, ranges in files:
         slots = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in ranges)])
         mine = np.flatnonzero(slots // PAGE % world == rank)
-        keys.append(file.get_tensor(f"{number}.keys").index_select(2, torch.from_numpy(mine)))
-        values.append(file.get_tensor(f"{number}.values").index_select(2, torch.from_numpy(mine)))
+        for name, each in zip(names, parts, strict=True):
+            each.append(file.get_tensor(f"{number}.{name}").index_select(2, torch.from_numpy(mine)))
         own.append(slots[mine])
     every = np.concatenate(own)
     order = np.argsort(every, kind="stable")
-    key, value = (torch.cat(parts, 2).index_select(2, torch.from_numpy(order)) for parts in (keys, values))
+    key, value, *index = (torch.cat(each, 2).index_select(2, torch.from_numpy(order)) for each in parts)
     layer.store(key, value, every[order])
+    for x in index:
+        layer.add_index(x)  # type: ignore[attr-defined]  # only an IndexedLayer has one
 
 
 def digest_of_file(path: Path) -> str:

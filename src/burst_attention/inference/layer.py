@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,39 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from burst_attention.attention.batch import Chunked, Reach
+from burst_attention.attention.dealt import Seen
+from burst_attention.attention.plan import Plan
 
 from .slots import PAGE, Held, Hole, first_needed, ranges_of
 
 _NO_BEAMS = "a cache over ranks can't be reordered; generate greedily or by sampling"
+
+
+@dataclass
+class Filling:
+    """What an update of a layer does: ``slots`` of the new tokens, as an array in a prefill, else as this rank's."""
+
+    plan: Plan | None
+    slots: Any
+    first: int
+    stop: int
+    seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
+    places: dict[Reach, Tensor] = field(default_factory=dict)  # int64, the slots that they hold
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """In a prefill: where the new tokens are, in the order of their slots; None if they are in that order."""
+        order = np.argsort(self.slots, kind="stable")
+        return order if (order[1:] < order[:-1]).any() else None
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's part of new tokens [B, H, n, D], in the order of their slots."""
+        if self.plan is None:
+            parts = [x[:, :, part.start - self.first : part.stop - self.first] for part in self.slots]
+            return parts[0] if len(parts) == 1 else torch.cat([x[:, :, :0], *parts], 2)
+        if self.order is None:
+            return x
+        return x.index_select(2, torch.from_numpy(self.order).to(x.device, non_blocking=True))
 
 
 class _Fixed:
@@ -99,9 +130,7 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse: only a parallelized model fills the cache, which knows the slots of its tokens."""
-        raise ValueError(
-            "the model got a ShardedCache as its cache, but is not parallelized; call hf.parallelize(model) first"
-        )
+        raise _not_parallelized()
 
     def get_seq_length(self) -> int:
         """Return the number of columns of the whole cache, on all ranks."""
@@ -122,7 +151,7 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
 
     def store(self, key: Tensor, value: Tensor, slots: np.ndarray) -> None:
         """Append tokens of any ascending slots; the room behind them is exact."""
-        self._grow(key, value, len(slots), room=0)
+        self._grow(key, value, room=0)
         for part in ranges_of(slots):
             self.held.append(part)
 
@@ -132,7 +161,7 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
             self.lazy_initialization(key, value)
         for stretch in slots:
             part = slice(stretch.start - first, stretch.stop - first)
-            self._grow(key[:, :, part], value[:, :, part], len(stretch), room=PAGE)
+            self._grow(key[:, :, part], value[:, :, part], room=PAGE)
             self.held.append(stretch)
 
     def forget(self, holes: Sequence[Hole], slot: int, *, least: int = PAGE) -> None:
@@ -159,22 +188,84 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
         self.keys = self.values = None
         self.is_initialized, self.held, self.length = False, Held(), 0
 
-    def _grow(self, key: Tensor, value: Tensor, count: int, *, room: int) -> None:
+    def _grow(self, key: Tensor, value: Tensor, *, room: int) -> None:
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         used = len(self.held)
         assert self.keys is not None and self.values is not None
-        if used + count > self.keys.shape[2]:
-            self.keys, self.values = (_with_room(x[:, :, :used], count + room) for x in (self.keys, self.values))
-        self.keys[:, :, used : used + count] = key
-        self.values[:, :, used : used + count] = value
+        self.keys, self.values = _appended(self.keys, key, used, room), _appended(self.values, value, used, room)
 
 
-def _with_room(x: Tensor, count: int) -> Tensor:
-    """Return a copy of [B, H, S, D] with room for ``count`` more tokens."""
-    new = x.new_empty(*x.shape[:2], x.shape[2] + count, x.shape[3])
-    new[:, :, : x.shape[2]] = x
-    return new
+class IndexedLayer(ShardedLayer):
+    """A layer whose queries attend to keys that an indexer chose; it holds the indexer's keys of the same tokens.
+
+    ``index`` [B, 1, capacity, D]; None in a layer that takes the choice of one before. ``blocks``: the indexer chooses
+    blocks of keys, counted from the first slot.
+    """
+
+    def __init__(self, *, blocks: bool = False) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.index: Tensor | None = None
+        self.filling: Filling | None = None  # of the tokens whose keys came last
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """Take the indexer's keys [B, 1, n, D] of the tokens whose keys came last.
+
+        Returns the keys that their queries choose among. MiniMax M3 calls this, others :meth:`update_indexer`.
+        """
+        now = self.filling
+        if now is None:
+            raise _not_parallelized()
+        own = now.own(keys)
+        self.add_index(own, room=PAGE if now.plan is None else 0)
+        # No query sees the keys that a rank without any returns.
+        return keys if (now.plan is not None and not now.first) or not len(self.held) else self.indexed()
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """See :meth:`update_index`; of [B, n, D]."""
+        return self.update_index(keys.unsqueeze(1)).squeeze(1)
+
+    def add_index(self, own: Tensor, *, room: int = 0) -> None:
+        """Append the indexer's keys of the last tokens that this rank holds."""
+        index = own.new_empty(*own.shape[:2], 0, own.shape[3]) if self.index is None else self.index
+        self.index = _appended(index, own, len(self.held) - own.shape[2], room)
+
+    def indexed(self) -> Tensor:
+        """Return the indexer's keys [B, 1, held, D], as a view."""
+        assert self.index is not None
+        return self.index[:, :, : len(self.held)]
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys, values and the indexer's keys on this rank, with the room for more."""
+        return super().nbytes() + (0 if self.index is None else self.index.nbytes)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is stored to a device."""
+        super().move(device)
+        self.index = None if self.index is None else self.index.to(device)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.index = self.filling = None
+
+
+def _not_parallelized() -> ValueError:
+    return ValueError(
+        "the model got a ShardedCache as its cache, but is not parallelized; call hf.parallelize(model) first"
+    )
+
+
+def _appended(held: Tensor, new: Tensor, used: int, room: int) -> Tensor:
+    """Return [B, H, capacity, D] with new tokens behind the ``used`` ones, in place unless it has to grow."""
+    stop = used + new.shape[2]
+    if stop > held.shape[2]:
+        grown = held.new_empty(*held.shape[:2], stop + room, held.shape[3])
+        grown[:, :, :used] = held[:, :, :used]
+        held = grown
+    held[:, :, used:stop] = new
+    return held
 
 
 def shown_reach(reach: Reach) -> str:

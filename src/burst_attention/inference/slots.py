@@ -46,6 +46,10 @@ class Held:
         else:
             self.ranges.append(slots)
 
+    def slots(self) -> np.ndarray:
+        """Return the slots, int64."""
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in self.ranges)])
+
     def stretches(self) -> list[tuple[int, int]]:
         """Return the slots as (start, stop) pairs. A range with a stride becomes a pair for each slot."""
         pairs = ([(r.start, r.stop)] if r.step == 1 else [(slot, slot + 1) for slot in r] for r in self.ranges)

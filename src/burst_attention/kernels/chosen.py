@@ -43,6 +43,12 @@ def positions_of(found: Tensor) -> Tensor:
     return torch.where(found == NONE, -1, _LOW - (found & _LOW)).sort(-1).values
 
 
+def keys_of(blocks: Tensor, size: int) -> Tensor:
+    """Return the positions of blocks' keys, [..., count size], from the blocks' numbers [..., count]; -1 for -1."""
+    keys = blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)
+    return keys.masked_fill_(blocks.unsqueeze(-1) < 0, -1).flatten(-2)
+
+
 def best(found: Tensor, count: int) -> Tensor:
     """Return the ``count`` greatest candidates along the last dim, in any order, with NONE if there are fewer."""
     if found.shape[-1] > count:
@@ -76,6 +82,20 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
         joined[..., :count] = found[:, 0, rows]
         _hide(candidates(total, positions[columns], out=joined[..., count:]), tile)
         found[:, 0, rows] = best(joined, count)
+    return found
+
+
+def choose_of_one(
+    q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tiles, count: int, scale: float
+) -> Tensor:
+    """As :func:`choose`, of one query a row, as in decoding: all its heads together read the keys once."""
+    found = q.new_full((q.shape[0], 1, 1, count), NONE, dtype=torch.int64)
+    for tile in _blocks(tiles, 1, _COLUMNS):
+        columns = _slices(tile)[1]
+        scores = torch.relu_((q[:, :, 0].float() @ k[:, 0, columns].float().mT).mul_(scale))
+        each = candidates(scores.mul_(weights).sum(1, keepdim=True), positions[columns])
+        _hide(each, tile)
+        found[:, 0] = best(torch.cat([found[:, 0], each], -1), count)
     return found
 
 
@@ -162,7 +182,11 @@ def rows_of(indices: Tensor, positions: Tensor, tiles: Tiles, span: int) -> Tens
     """
     table = positions.new_full((span + 1,), -1)  # the last entry is that of no position
     table[positions] = torch.arange(len(positions), device=positions.device)
-    at = table[indices.clamp(-1, span)]
+    return seen_rows(table[indices.clamp(-1, span)], tiles)
+
+
+def seen_rows(at: Tensor, tiles: Tiles) -> Tensor:
+    """Return those of chosen rows, int64 [B, C, Sq, count], that each query sees, as :func:`rows_of` does."""
     seen = torch.zeros_like(at, dtype=torch.bool)
     for tile in tiles:
         rows = slice(tile.q_start, tile.q_stop)
@@ -172,7 +196,7 @@ def rows_of(indices: Tensor, positions: Tensor, tiles: Tiles, span: int) -> Tens
             distance = torch.arange(tile.rows, device=at.device)[:, None] - column
             inside &= (distance >= tile.lo) & (distance <= tile.hi)
         seen[:, :, rows] |= inside
-    at.masked_fill_(~seen, -1)
+    at = at.masked_fill(~seen, -1)
     most = int(seen.sum(-1).max()) if seen.numel() else 0
     return at if most == at.shape[-1] else at.sort(-1, descending=True).values[..., :most]
 

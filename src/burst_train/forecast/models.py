@@ -23,7 +23,7 @@ from ..presets import POSITIONS, PRESETS, has_own_positions
 from ..step.model import load_config
 from ..step.positions import scale_rope
 from ..strategies import Heads
-from ..structure import build_empty, decoder_layers
+from ..structure import build_empty, decoder_layers, indexer_of
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
@@ -59,6 +59,8 @@ class Model(Heads):
         experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
         if experts is not None:
             raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
+        if indexer := indexer_of(model):
+            raise ValueError(f"has an indexer that chooses keys ({indexer}), whose work is not predicted")
         reaches, layers = hf.attention_windows(model), decoder_layers(model)
         if not reaches or not heads.q_heads:
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")

@@ -19,6 +19,7 @@ from burst_attention.plan.band import band_area
 
 from ..data.sequences import TokenSequence
 from ..strategies import Heads
+from ..structure import indexer_of
 
 # Dense bf16 and fp16 operations per second, from NVIDIA's data sheets. The first name that matches is used.
 PEAKS = {
@@ -39,7 +40,7 @@ USED_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per
 class ModelFlops:
     """Floating-point operations of one model."""
 
-    per_token: int | None  # None if the model does not say how many experts compute a token
+    per_token: int | None  # None if the model does not say how many experts compute a token, or chooses keys
     heads: Heads
     windows: tuple[Reach, ...]  # what each attention sees
 
@@ -51,7 +52,7 @@ class ModelFlops:
         experts = [weight for module in model.modules() for weight in _experts_of(module)]
         text = config and config.get_text_config(decoder=True)
         used = next((n for name in USED_EXPERTS if isinstance(n := getattr(text, name, None), int)), None)
-        if experts and used is None:
+        if (experts and used is None) or indexer_of(model):
             return cls(None, heads, tuple(windows))
         per_token += sum(_operations(weight) * used // weight.shape[0] for weight in experts if used is not None)
         return cls(per_token, heads, tuple(windows))

@@ -23,7 +23,7 @@ from . import checks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
-from .indexed import Indexed, attend_to_latents
+from .indexed import Indexed, attend_to_latents, to_chosen_rows
 
 
 def register() -> None:
@@ -88,17 +88,21 @@ class Attention:
         indices = block_indices if indices is None else indices
         if indices is not None:
             options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
+        weight = None
         if isinstance(module, Indexed) and module.keeps_latent():
             weight = module.up_projection() if attend is _to_chosen else None
             if weight is None:
                 key, value = module.expanded(key, value)
             else:
-                attend = functools.partial(attend_to_latents, weight)
+                attend = functools.partial(attend_to_latents, weight, attend=to_chosen_rows)
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         if isinstance(plan, Step):
             checks.check_keywords(dropout, others)
-            return plan.of_layer(module, (query, key, value), attention_mask, sliding_window, options), None
+            attend = functools.partial(plan.of_layer, module, attention_mask, sliding_window)
+            if weight is not None:
+                attend = functools.partial(attend_to_latents, weight, attend=attend)
+            return attend(query, key, value, plan, **options).transpose(1, 2).contiguous(), None
         with Plans.of(plan).one.agreement.entering("burst_attention", once=True):
             checks.check_keywords(dropout, others, getattr(module, "config", None))
             checks.check_attend(attend, options)

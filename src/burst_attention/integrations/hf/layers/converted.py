@@ -84,11 +84,6 @@ def check_cached(body: Reading, argument: str) -> None:
                 f"{argument}: {part.name} ({kind}, {mechanism}) has a state that no cache over ranks holds; leave it "
                 "out"
             )
-        if part.kind is Kind.INDEXER:
-            raise ValueError(
-                f"{argument}: {part} chooses keys over all ranks, and no cache over ranks holds its keys yet; generate "
-                "on one rank, without it"
-            )
         if isinstance(part.module, (OwnAttention, _Placed, _Tempered)) or known.gets_no_keywords(part.module):
             raise ValueError(
                 f"{argument}: {part} has a custom attention or counts positions, which has no cache over ranks yet; "

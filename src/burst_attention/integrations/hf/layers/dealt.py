@@ -58,17 +58,18 @@ def passed(kwargs: Mapping[str, Any]) -> str | None:
 class Step:
     """Stands for the plan in a call whose queries are on every rank."""
 
-    attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks)
+    attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks, indices)
+    choose: Callable[..., Tensor]  # of (q, an indexer's keys, weights or None), as ``choose_keys`` or ``choose_blocks``
+    span: int  # columns of the cache, with those of the step
 
     def of_layer(
-        self, module: torch.nn.Module, qkv: tuple[Tensor, ...], mask: Any, window: Any, options: dict[str, Any]
+        self, module: torch.nn.Module, mask: Any, window: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, **options: Any
     ) -> Tensor:
-        """Check what the layer asks for, as for a plan; then compute its attention: [B, n, Hq, Dv]."""
+        """Check what the layer asks for, as for a plan; then compute its attention: [B, Hq, n, Dv]."""
         request = checks.mask_request(mask)
         reach: Reach | Any = checks.stated_window(window, request)
         if request is not None and request.chunk is not None:
             reach = Chunked(request.chunk)
         if not getattr(module, "is_causal", True) or (request is not None and not request.causal):
             raise ValueError(f"is_causal=False of {type(module).__name__}: a cache needs causal attention")
-        out = self.attend(*qkv, getattr(module, "layer_idx", None), reach, **options)
-        return out.transpose(1, 2).contiguous()
+        return self.attend(q, k, v, getattr(module, "layer_idx", None), reach, **options)

@@ -12,7 +12,7 @@ layer's ``expand_kv`` computes. Here it returns the latent, and the attention co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from ..reading.attached import HOOKS
 from ..running import ALONE, running_plans
 from . import checks
 from .checks import MaskRequest
+from .dealt import Step
 from .own_attention import Recorded, name_of, unknown
 
 
@@ -70,23 +71,36 @@ class Indexed(Converted):
 
 
 def attend_to_latents(
-    weight: Tensor, q: Tensor, latent: Tensor, rotary: Tensor, plan: Plan, *, indices: Tensor, **options: Any
+    weight: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rotary: Tensor,
+    plan: Any,
+    *,
+    attend: Callable[..., Tensor],
+    **options: Any,
 ) -> Tensor:
     """Compute attention to chosen keys with their latents: out [B, H, S_local, Dv].
 
     A key of head h is [U_h c | r] and its value V_h c, where c is the latent, r the rotary part and [U_h; V_h] the
-    weight. So q . k = (U_h^T q_1) . c + q_2 . r, and out = V_h times the weighted sum of latents. The rows [c | r] are
-    the keys of a single head, and c is their value.
+    weight. So q . k = (U_h^T q_nope) . c + q_rotary . r, and out = V_h (the sum of latents). Of a single head, [c | r] are
+    the keys, and c is their value.
 
     Args:
-        weight: [H, D - D' + Dv, R]; q: [B, H, S_local, D]; latent: [B, 1, S_local, R]; rotary: [B, 1, S_local, D'].
+        weight: [H, Dn + Dv, R]; q: [B, H, S_local, Dn + D'], latent: [B, 1, S_local, R], rotary: [B, 1, S_local, D'].
+        attend: of (q, rows [c | r], latent, plan, ``up`` [H, R, Dv], options). It multiplies its out by ``up``.
     """
     dims = q.shape[3] - rotary.shape[3]
     of_keys, of_values = weight.split([dims, weight.shape[1] - dims], 1)
     q = torch.cat([q[..., :dims] @ of_keys, q[..., dims:]], -1)
-    rows = torch.cat([latent, rotary], -1)
-    out, _ = chosen_attention(q, rows, latent.shape[3], indices, plan, **options)
-    return out @ of_values.mT
+    return attend(q, torch.cat([latent, rotary], -1), latent, plan, up=of_values.mT, **options)
+
+
+def to_chosen_rows(
+    q: Tensor, rows: Tensor, latent: Tensor, plan: Plan, *, up: Tensor, indices: Tensor, **options: Any
+) -> Tensor:
+    """Attend to chosen rows, whose first numbers are their values, on shards."""
+    return chosen_attention(q, rows, latent.shape[3], indices, plan, **options)[0] @ up
 
 
 class Indexer(Converted):
@@ -99,33 +113,35 @@ class Indexer(Converted):
         plans = running_plans(self)
         if plans is ALONE:
             return super().forward(*args, **kwargs)
-        plan = checks.choose(plans, None)
-        with plan.agreement.entering("choose_keys", once=True):
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            checks.check_tokens(hidden.shape[1], plan)
-        with _IndexerCall(self, plan):
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        plan = plans if isinstance(plans, Step) else checks.choose(plans, None)
+        if isinstance(plan, Plan):
+            with plan.agreement.entering("choose_keys", once=True):
+                checks.check_tokens(hidden.shape[1], plan)
+        with _IndexerCall(self, plan, hidden.shape[1]):
             return super().forward(*args, **kwargs)
 
 
 class _IndexerCall(TorchFunctionMode):
     """One call of an indexer. While its forward runs, a stand-in replaces the product of queries and keys."""
 
-    def __init__(self, module: Any, plan: Plan) -> None:
+    def __init__(self, module: Any, plan: Plan | Step, length: int) -> None:
         super().__init__()
-        self.module, self.plan = module, plan
+        self.module, self.plan, self.length = module, plan, length
+        self.span = plan.schedule.span if isinstance(plan, Plan) else plan.span
+        self._done = False  # products inside of the choice are not the indexer's
         self._widened: dict[int, tuple[Tensor, Tensor]] = {}  # what ``float`` made of tensors in half precision
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if scores := next((each for each in args if isinstance(each, Recorded)), None):
             return scores.changed_by(func, args, kwargs)
-        name, length = name_of(func), self.plan.length
-        if name == "matmul" and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
-            a, b = args
-            keys_last, of_blocks = b.shape[1::2] == (1, length), hasattr(self.module, "block_size")
-            if of_blocks and keys_last and a.shape[2] == length:
+        name = name_of(func)
+        if name == "matmul" and not self._done and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
+            (a, b), of_blocks = args, hasattr(self.module, "block_size")
+            if of_blocks and b.shape[1] == 1 and a.shape[2] == self.length:
                 return _Blocks(self, a, b.mT)
-            if not of_blocks and keys_last and a.shape[1] == length:
+            if not of_blocks and b.shape[1] == 1 and a.shape[1] == self.length:
                 q, keys = self._narrow(a), self._narrow(b)
                 return _Scores(self, q, keys) if q.dtype == keys.dtype else _Scores(self, a, b)
         result = func(*args, **kwargs)
@@ -142,6 +158,15 @@ class _IndexerCall(TorchFunctionMode):
             x.squeeze().stride(),
         )
         return half.view(x.shape) if same and half is not None else x
+
+    def choose(self, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:
+        """Choose over all ranks, by :func:`choose_keys` with weights, else by :func:`choose_blocks`."""
+        self._done = True
+        if isinstance(self.plan, Step):
+            return self.plan.choose(q, keys, weights, **how)
+        if weights is None:
+            return choose_blocks(q, keys, self.plan, **how)
+        return choose_keys(q, keys, weights, self.plan, **how)
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that :func:`choose_keys` does not compute."""
@@ -164,7 +189,7 @@ class _Scores(Recorded):
     def shape(self) -> tuple[int, ...]:
         """The shape of scores of all keys; with weights [B, S, keys], without the heads."""
         batch, length, heads, _ = self.q.shape
-        return (batch, length, *(() if self.weights is not None else (heads,)), self.call.plan.seqlen)
+        return (batch, length, *(() if self.weights is not None else (heads,)), self.call.span)
 
     def __mul__(self, factor: Any) -> Any:
         fixed = isinstance(factor, (int, float)) and factor > 0 and self.weights is None
@@ -183,8 +208,7 @@ class _Scores(Recorded):
         if dim != -1 or not (self.clipped and self.masked) or self.weights is None:
             return self._unknown("picks the best of")
         q, weights = self.q.transpose(1, 2), self.weights.squeeze(2).transpose(1, 2)
-        found = choose_keys(q, self.keys.mT, weights, self.call.plan, count=count, scale=self.scale)
-        return SimpleNamespace(indices=found)
+        return SimpleNamespace(indices=self.call.choose(q, self.keys.mT, weights, count=count, scale=self.scale))
 
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the scores."""
@@ -233,7 +257,7 @@ class _Blocks(Recorded):
         if dim != -1 or not known:
             raise self.call.refuse("picks the best of")
         sizes = {"count": module.topk_blocks, "size": module.block_size, "local": module.local_blocks * local}
-        found = choose_blocks(self.q, self.keys, self.call.plan, **sizes)
+        found = self.call.choose(self.q, self.keys, None, **sizes)
         return found, found  # its forward marks the places of scores that are -inf
 
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

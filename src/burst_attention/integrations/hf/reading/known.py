@@ -60,7 +60,7 @@ _MECHANISMS = (
     ("gated delta", _GATED_DELTA, "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"),
 )
 _MIXERS = {kind: (name, used) for name, used, kinds in _MECHANISMS for kind in kinds.split()}
-CHUNKED = "chunked_attention"
+CHUNKED, INDEXED, BLOCKS = "chunked_attention", "indexed_attention", "minimax_m3_sparse"
 _CACHED = "which passes keys and values as a cache, and a cache holds whole sequences"
 # Tuners of PEFT that work around the model, not in its layers.
 TUNERS = {
@@ -72,7 +72,7 @@ TUNERS = {
 LAYERS: Mapping[str, str] = {
     **dict.fromkeys(("full_attention", "sliding_attention", CHUNKED), "attention"),
     **dict.fromkeys(("attention", "global_attention", "local_attention"), "attention"),
-    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), "attention"),
+    **dict.fromkeys((INDEXED, BLOCKS), "attention"),
     **dict.fromkeys(("linear_attention", "conv", "hybrid", "mamba", "mamba2"), "state"),  # one mixer each
     **dict.fromkeys(("mlp", "moe", "dense", "sparse"), "nothing"),
 }
