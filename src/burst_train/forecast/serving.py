@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from burst_attention.attention import Reach
-from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.attention import Reach, dealt_bytes
 from burst_attention.inference.slots import NO_HOLE, PAGE, first_needed
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.rates import Link
 
 from .footprint import buffers
 from .forecast import PredictedStep, predicted_step
@@ -158,9 +156,10 @@ class Serving:
         """Return bytes by part on the fullest of ``ranks`` ranks; the prompt's work in proportion to its tokens."""
         q, m = self.q, self.q.model
         tokens = q.batch * ceil(q.seq_len / ranks)
-        # A norm works in fp32, twice the width. Its result and the layer's input stay alive through attention and MLP.
+        # A norm works in fp32, twice the width. Through an MLP four tensors of hidden states are alive: the embeddings,
+        # the layer's input, the sum with the attention's output, and its norm.
         wide = max(8 * m.hidden, 3 * q.io * m.intermediate, q.io * (m.q_width + 2 * m.kv_width) + self._attention)
-        work = round(tokens * (2 * q.io * (m.hidden + m.head_dim) + wide))
+        work = round(tokens * (q.io * (4 * m.hidden + 2 * m.head_dim) + wide))
         gathered = 0
         if self.shared and ranks > 1:  # a layer and the next one; before them, the embedding
             gathered = max(2 * m.layer_size * q.io, m.vocabulary * m.hidden * q.io - work)
@@ -238,14 +237,9 @@ class Serving:
     def exchange_seconds(self) -> float:
         """Seconds of all exchanges of a step, and of the agreement on it; nothing hides them."""
         cluster = self.q.cluster
-        latency = max(link.latency for link in self._links)
+        link = cluster.rates.across if cluster.nodes > 1 else cluster.rates.inside
         rounds = (cluster.ranks - 1).bit_length()
-        return rounds * latency + sum(exchange(size, cluster) for size in self._messages)
-
-    @property
-    def _links(self) -> list[Link]:
-        rates = self.q.cluster.rates
-        return [rates.inside, rates.across] if self.q.cluster.nodes > 1 else [rates.inside]
+        return rounds * link.latency + sum(exchange(size, cluster) for size in self._messages)
 
 
 def exchange(size: int, cluster: Cluster) -> float:
