@@ -30,9 +30,7 @@ def made(name, _, dtype=torch.float32):
 def predicted(name, world, tokens, rows, strategy, dtype=torch.float32):
     cluster = Cluster(ranks=world, per_node=8, rates=preset("cpu"), device=Device())
     model = Model.read(CONFIGS[name], name)
-    request = ForecastRequest(
-        seq_len=tokens, cluster=cluster, model=model, batch=rows, dtype=dtype, strategy=strategy
-    )
+    request = ForecastRequest(seq_len=tokens, cluster=cluster, model=model, batch=rows, dtype=dtype, strategy=strategy)
     return served(request)[0]
 
 
