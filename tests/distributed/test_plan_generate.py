@@ -63,7 +63,7 @@ def test_bytes_held_and_sent_are_those_predicted(name, world, tokens, rows, stra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strategy", [ZIGZAG, "ulysses"])
 def test_memory_of_a_prompt_is_at_most_what_is_predicted(strategy, dtype):
-    """All tensors of the prompt's forward and a step, without weights and cache; a few bytes a token are not counted."""
+    """All tensors of a prompt's forward and of a step count, without weights and cache."""
 
     def use(model, cache):
         ids = torch.randint(1, 250, (1, 2_048), generator=torch.Generator().manual_seed(1))
