@@ -263,6 +263,7 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "has a mixture of experts (MixtralExperts), whose work is not predicted"),
+        ({"model_type": "deepseek_v32"}, "has an indexer that chooses keys (index_topk), whose work is not predicted"),
         ({"model_type": "unheard-of"}, "can't be loaded"),
     ],
 )

@@ -44,7 +44,7 @@ NODES: Mapping[str, Node] = {
         Speed(forward=9.4e10, backward=8.8e10),
         Speed(forward=4.5e10, backward=3.8e10),
         Overhead(
-            launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3, read=1.4e10
+            launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3, read=1.2e10
         ),
     ),
     "a100-pcie": _gpu("A100 80G PCIe", "PCIe 4.0 x16, 32 GB/s", "2307.08691", 2e-5, 3.2e10, _A100, 6e11),

@@ -27,6 +27,7 @@ from ..structure import build_empty, decoder_layers
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
+_CHOOSING = ("index_topk", "index_topk_blocks")  # settings of configurations whose indexer chooses keys
 # Sizes of a mixer's heads and states, under the names of the modeling files: (heads, K, V).
 _STATES = {
     "gated delta": ("num_v_heads", "head_k_dim", "head_v_dim"),
@@ -154,6 +155,9 @@ def _preset(name: str, rope_scaling: str | None) -> Model:
 def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
     if rope_scaling is not None:
         scale_rope(config, rope_scaling, model=name)
+    text = config.get_text_config(decoder=True)
+    if indexed := [each for each in _CHOOSING if getattr(text, each, None)]:
+        raise ValueError(f"--model {name!r} has an indexer that chooses keys ({indexed[0]}), whose work is not predicted")
     try:
         return Model.read(config, name)
     except ValueError as error:
