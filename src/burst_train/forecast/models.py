@@ -156,8 +156,8 @@ def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
     if rope_scaling is not None:
         scale_rope(config, rope_scaling, model=name)
     text = config.get_text_config(decoder=True)
-    if indexed := [each for each in _CHOOSING if getattr(text, each, None)]:
-        raise ValueError(f"--model {name!r} has an indexer that chooses keys ({indexed[0]}), whose work is not predicted")
+    if by := next((each for each in _CHOOSING if getattr(text, each, None)), None):
+        raise ValueError(f"--model {name!r} has an indexer that chooses keys ({by}), whose work is not predicted")
     try:
         return Model.read(config, name)
     except ValueError as error:
