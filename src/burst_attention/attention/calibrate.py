@@ -26,6 +26,7 @@ from .plan import Plan
 from .probe import DIM, FLOPS, SMALL, Passes, Probe, full
 
 HEADS = 2  # of a large tile
+WEIGHT = 8192, 4096  # rows and columns of a weight that no cache holds
 
 
 def calibrate(
@@ -106,10 +107,13 @@ def _tiles(probe: Probe, dtype: torch.dtype, rows: int) -> _OfTiles:
 
 
 def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: int) -> Overhead:
-    """Measure what a merge, a visit and a pass cost, in addition to the tiles of a kernel."""
+    """Measure what a merge, a visit, a pass and reading weights cost, in addition to the tiles of a kernel."""
     out, part = (probe.random(1, HEADS, 4 * rows, DIM, dtype=torch.float32) for _ in range(2))
     lse = torch.zeros(1, HEADS, 4 * rows, device=probe.device)
     (merged,) = probe.seconds([lambda: merge_(out, lse, part, lse.clone())])
+    dtype = torch.bfloat16 if probe.device.type == "cuda" else torch.float32
+    weight, row = torch.full(WEIGHT, 0.5, dtype=dtype, device=probe.device), probe.random(1, WEIGHT[1], dtype=dtype)
+    (read,) = probe.seconds([lambda: torch.nn.functional.linear(row, weight)])
     alone, launch = single_rank_plan(SMALL), sum(half.launches)
     (here,) = probe.seconds([lambda: _call(probe, alone)])
     visit = max(0.0, (here - launch) / 4)  # half of each pass is the visit, half the operator around it
@@ -123,6 +127,7 @@ def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: i
         visit=visit,
         call=max(0.0, together / 2 - plan.world * (visit + launch / 2)),
         at_once=0.0 if probe.device.type == "cuda" else probe.at_once(),
+        read=weight.nbytes / max(1e-9, read),
     )
 
 

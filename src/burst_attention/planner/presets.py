@@ -43,7 +43,9 @@ NODES: Mapping[str, Node] = {
         Speed(forward=9e10, backward=1.35e11),
         Speed(forward=9.4e10, backward=8.8e10),
         Speed(forward=4.5e10, backward=3.8e10),
-        Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3),
+        Overhead(
+            launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3, read=1.2e10
+        ),
     ),
     "a100-pcie": _gpu("A100 80G PCIe", "PCIe 4.0 x16, 32 GB/s", "2307.08691", 2e-5, 3.2e10, _A100, 6e11),
     "a100-nvlink": _gpu("A100 80G SXM", "NVLink 3, 300 GB/s", "2307.08691", 1.5e-5, 3e11, _A100, 6e11),

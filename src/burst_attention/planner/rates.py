@@ -40,6 +40,7 @@ class Overhead:
     block: float  # rows and columns that a kernel computes together; at a mask's border half of them are wasted
     call: float  # exposed seconds of a pass: checks, agreement, rounding
     at_once: float = 0.0  # how many ranks can compute at the same time if they share cores; 0: they don't
+    read: float = 0.0  # bytes per second of weights that a product with one row reads; 0: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Rates:
         """Return values as rates. Raise ValueError if one is missing, unknown, out of range, or a text not in UTF-8."""
         if isinstance(values, Mapping):
             values = {"measured_on": None, **values}
+            if isinstance(values.get("overhead"), Mapping):
+                values["overhead"] = {"read": 0.0, **values["overhead"]}  # files of 0.2 have none
         return cls(**_checked(values, cls, "the rates"))
 
 
@@ -99,6 +102,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("bytes_per_second", "forward", "backward", "fold"), _PER_SECOND),
     **dict.fromkeys(("latency", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
     **dict.fromkeys(("block", "at_once"), (0.0, 1e9)),
+    "read": (0.0, 1e30),
     "ranks": (1, 2**31),
 }
 

@@ -1,10 +1,10 @@
-"""``burst plan``: predict what a training step costs before you rent GPUs."""
+"""``burst plan``: predict what a training step, or generation, costs before you rent GPUs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from rich.console import Console
 from burst_attention.attention import known_rates, usual_rates
 from burst_attention.cli.flags import NUMBERS, Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.tables import print_table
+from burst_attention.inference.forward import SHORT
 from burst_attention.launch import local as launch
 from burst_attention.planner.choice import TIE
 from burst_attention.planner.presets import NETWORKS, NODES
@@ -26,18 +27,21 @@ from ..figures import bytes_text, digits, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, forecasts, recommended, savings
 from ..forecast.models import Model, model_of
 from ..forecast.request import TENSOR, USABLE, Cluster, ForecastRequest, device_of
+from ..forecast.serving import served
 from ..memory import Saving
 from ..presets import PRESETS
 from ..step.positions import check_scaled
+from .plan_generate import generate_flags, served_dict, served_legend, served_notes, served_rows, served_verdict
 
 COMMAND = "burst plan"
 MOST_PLANNED = 1 << 16
 USUAL_NODE = 8  # ranks
+_OF_TRAINING = ("documents", "packing", "strategy", "tensor_parallel", "remat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments:
-    """Predict a training step's time, traffic and memory for each strategy.
+    """Predict a training step's time, traffic and memory for each strategy; with --generate, those of generation.
 
     The command starts no ranks. Numbers may end in K or M (powers of 1024): 128K, 1M.
     """
@@ -74,6 +78,9 @@ class PlanArguments:
     """A device's bf16 peak in TFLOP/s (10^12 operations per second). Overrides the preset."""
     device_memory: Positive | None = None
     """A device's memory in GB (10^9 bytes). Overrides the preset."""
+    generate: bool = False
+    """Predict burst generate after a prompt of --seq-len tokens: memory, time to the first token and of each further
+    one, with whole weights on every rank and with --shard-weights."""
     all: bool = False
     """Print all figures of all strategies, and of options that save memory, as JSON."""
     json: Name | None = None
@@ -97,8 +104,23 @@ class PlanArguments:
             held = -(-self.ranks // -(-self.ranks // self.nodes))
             some = f"can't hold {self.ranks} ranks with only the last node not full; use {held}"
             require(held == self.nodes, "nodes", self.nodes, some)
+        if self.generate:
+            self._check_generate()
         can = self.json is None or (Path(self.json).absolute().parent.is_dir() and not Path(self.json).is_dir())
         require(can, "json", self.json, "can't be written; name a file in an existing folder")
+
+    def _check_generate(self) -> None:
+        """Raise ValueError if an option is of training alone, or the prompt too short for shards."""
+        for name in _OF_TRAINING:
+            usual = {each.name: each.default for each in fields(self)}[name]
+            rule = "is of a training step; leave it out, or leave --generate out"
+            require(getattr(self, name) == usual, name, getattr(self, name), rule)
+        for each in fields(self.saving):
+            value = getattr(self.saving, each.name)
+            require(value == each.default, each.name, value, "is of a training step; leave it out with --generate")
+        least = max(SHORT, self.ranks)
+        rule = f"must be above {least} with --generate: every rank computes the whole of a shorter prompt"
+        require(self.seq_len > least, "seq_len", self.seq_len, rule)
 
     def request(self) -> ForecastRequest:
         """Convert the arguments into a request for the predictor; ValueError if the model or hardware is unknown."""
@@ -264,7 +286,7 @@ def notes(request: ForecastRequest, results: list[Forecast]) -> Iterator[str]:
             f"The sequence is longer than the {positions:,} positions that {name} was made for. If its RoPE is not "
             f"scaled yet, give --rope-scaling yarn:{factor}."
         )
-    if name in PRESETS:
+    if name in PRESETS and results:
         yield (
             f"{name} is a preset: the command below trains random weights, on bytes unless --tokenizer names a "
             "tokenizer. To fine-tune, give --model a folder or a name on the hub."
@@ -278,13 +300,13 @@ def notes(request: ForecastRequest, results: list[Forecast]) -> Iterator[str]:
 
 
 def command(request: ForecastRequest, flags: str) -> str:
-    """Return the shell command that runs ``burst train`` with these flags. A comment says if a last node has fewer."""
+    """Return the shell command that runs ``burst`` with these flags. A comment says if a last node has fewer."""
     cluster = request.cluster
     nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli"
     fewer = f"  # on the last node: --nproc-per-node {cluster.last}" if cluster.last != ranks else ""
-    return f"{start} {flags} --data DATA --out runs/mine{fewer}"
+    return f"{start} {flags}{fewer}"
 
 
 def main(arguments: list[str]) -> int:
@@ -294,11 +316,11 @@ def main(arguments: list[str]) -> int:
     try:
         parsed.check()
         request = parsed.request()
+        if parsed.generate:
+            return _generation(parsed, request)
         results = forecasts(request)
         saving = savings(request) if parsed.all or parsed.json is not None or fastest(results) is None else []
-        figures = json.dumps(as_dict(request, results, saving), indent=1)
-        if parsed.json is not None:
-            Path(parsed.json).write_text(figures + "\n", "utf-8")
+        figures = _written(parsed, as_dict(request, results, saving))
     except (ValueError, OSError) as error:
         return launch.print_error(COMMAND, error)
     console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
@@ -309,7 +331,33 @@ def main(arguments: list[str]) -> int:
     best = recommended(results, saving)
     wide.print(f"[bold]{verdict(request, results, saving)}[/]")
     if best is not None:
-        wide.print(command(request, best.flags), markup=False)
+        wide.print(command(request, f"train {best.flags} --data DATA --out runs/mine"), markup=False)
+    if parsed.all:
+        wide.print(figures, markup=False)
+    return 0
+
+
+def _written(parsed: PlanArguments, values: Mapping[str, Any]) -> str:
+    """Return values as JSON, after they were written to the file of ``--json``."""
+    figures = json.dumps(values, indent=1)
+    if parsed.json is not None:
+        Path(parsed.json).write_text(figures + "\n", "utf-8")
+    return figures
+
+
+def _generation(parsed: PlanArguments, request: ForecastRequest) -> int:
+    """Print what generation costs; return the exit status."""
+    results, asked = served(request), headline(request)
+    said = [*notes(request, []), *served_notes(results)]
+    figures = _written(parsed, {**served_dict(request, results, asked), "notes": said})
+    console, wide = Console(highlight=False), Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]Generation, {asked}[/]")
+    print_table(console, [*served_rows(results)], legend=served_legend(request))
+    for note in said:
+        wide.print(note, markup=False)
+    wide.print(f"[bold]{served_verdict(request, results)}[/]")
+    if (flags := generate_flags(request, results)) is not None:
+        wide.print(command(request, f"generate {flags}"), markup=False)
     if parsed.all:
         wide.print(figures, markup=False)
     return 0

@@ -33,23 +33,33 @@ def walked(world: int) -> list[int]:
     return sorted({n * (world - 1) // max(1, count - 1) for n in range(count)})
 
 
-def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, calls: int = 1) -> int:
+def buffers(
+    way: AttentionStrategy,
+    setting: Workload,
+    dtype: torch.dtype,
+    *,
+    calls: int = 1,
+    direction: Direction = Direction.BACKWARD,
+) -> int:
     """Return the bytes of a backward's buffers at its peak, without q, k, v, out, its gradient and lse.
 
-    ``calls`` overlap, in chunks of heads; everything of the other calls is included.
+    ``calls`` overlap, in chunks of heads; everything of the other calls is included. Of a forward only q, k and v are
+    left out.
     """
     setting = replace(setting, remat="none")  # which the buffers don't depend on
-    slices = setting.world // way.groups.query
+    slices, pass_ = setting.world // way.groups.query, {"dtype": dtype, "calls": calls, "direction": direction}
     if way.circulate == "blocks" and slices > SQUARES[1]:
-        few, many = (_walked(way, setting, slices=n, dtype=dtype, calls=calls) for n in SQUARES)
+        few, many = (_walked(way, setting, slices=n, **pass_) for n in SQUARES)
         a, b, x = (max(isqrt(n), -(-n // isqrt(n))) for n in (*SQUARES, slices))
         return round(many + (x - b) * (many - few) / (b - a))
     few = min(slices, max(2, ENOUGH // way.groups.query))
-    return _walked(way, setting, slices=few, dtype=dtype, calls=calls)
+    return _walked(way, setting, slices=few, **pass_)
 
 
 @lru_cache(256)
-def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int) -> int:
+def _walked(
+    way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int, direction: Direction
+) -> int:
     world = slices * way.groups.query
     seq_len = setting.seq_len * world // setting.world
     if way.layout == BALANCED:  # as if all ranks held as many tokens as the fullest one may
@@ -59,10 +69,13 @@ def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: to
     small = replace(setting, world=world, seq_len=seq_len, mask=mask, widest=None)
     schedule, shape, held = small.schedule(way.strategy), setting.shape, []
     chosen, token = Candidate(way.groups, way.circulate), token_bytes(shape)
-    if calls > 1:  # then neither out nor lse counts (peak_bytes)
+    if direction is Direction.FORWARD:
+        heads = shape.q_heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+        token = shape.batch * heads * shape.io
+    elif calls > 1:  # then neither out nor lse counts (peak_bytes)
         token -= shape.batch * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
     for rank in walked(world):
-        peak = peak_bytes(replace(schedule, rank=rank), shape, dtype, chosen, Direction.BACKWARD, calls=calls)
+        peak = peak_bytes(replace(schedule, rank=rank), shape, dtype, chosen, direction, calls=calls)
         held.append(peak - schedule.layout.lengths[rank] * token)
     return max(0, *held)
 

@@ -207,7 +207,7 @@ class ForecastRequest:
         layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
         always recomputed. A backward's element-wise operations move twice a forward's bytes, AdamW 28 per parameter.
         """
-        cluster, m, saving, io, passes = self.cluster, self.model, self.saving, self.io, 3 + (remat != "none")
+        cluster, m, saving, passes = self.cluster, self.model, self.saving, 3 + (remat != "none")
         again = 0  # products of chunks, per token and layer
         if saving.mlp_chunks > 1 and remat == "none":
             again += 3 * m.hidden * m.intermediate
@@ -215,18 +215,34 @@ class ForecastRequest:
             again += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
         per_weight = 2.0 * self.batch * self.seq_len
         flops = per_weight * (passes * m.products + 4 * m.head_products) + per_weight * m.layers * again
-        rate = cluster.rates.speed(self.io).forward
-        if self.io == 2 and cluster.device.peak is not None:
-            rate = MATMUL_EFFICIENCY * cluster.device.peak
-        seconds = self.tokens / self.seq_len * flops / rate
+        seconds = self.tokens / self.seq_len * flops / self.product_rate + passes * self._elementwise_seconds
         if cluster.device.bandwidth is None:
             return seconds
+        return seconds + 28 * m.size / cluster.ranks / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
+
+    def forward_seconds(self) -> float:
+        """Return the seconds of a forward of the layers, without attention, on the rank with most tokens."""
+        products = 2.0 * self.batch * self.tokens * self.model.products
+        return products / self.product_rate + self._elementwise_seconds
+
+    @property
+    def product_rate(self) -> float:
+        """FLOP per second of matrix products with many rows."""
+        if self.io == 2 and self.cluster.device.peak is not None:
+            return MATMUL_EFFICIENCY * self.cluster.device.peak
+        return self.cluster.rates.speed(self.io).forward
+
+    @property
+    def _elementwise_seconds(self) -> float:
+        """Seconds of the element-wise operations of a forward; 0 if the memory's bandwidth is unknown."""
+        m, io, bandwidth = self.model, self.io, self.cluster.device.bandwidth
+        if bandwidth is None:
+            return 0.0
         # Counted in transformers' Llama under eager PyTorch: a norm, in fp32, moves 4 io + 28 bytes per element, the
         # rotary embedding of q and k 10 io, a residual sum 3 io, the gate 5 io.
         norms_and_sums = (2 * (4 * io + 28) + 2 * 3 * io) * m.hidden
         each_token = norms_and_sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
-        moved = passes * self.batch * self.tokens * m.layers * each_token
-        return seconds + (moved + 28 * m.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
+        return self.batch * self.tokens * m.layers * each_token / (BANDWIDTH_EFFICIENCY * bandwidth)
 
     def copy_seconds(self, computing: float) -> float:
         """Return the seconds of a step's copies of layer inputs that a forward's ``computing`` seconds don't hide."""
