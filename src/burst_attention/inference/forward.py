@@ -209,7 +209,9 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
     else:
         plans = model_plans.get(stop, None)
     positions = plans.one.positions.to(ids.device, non_blocking=True).repeat(len(ids), 1)
-    with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
+    shared = model._burst.shared
+    weights = nullcontext() if shared is None else shared.prefilling()
+    with weights, cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
         _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, RunningPlans(plans, positions=positions))
 
 
@@ -227,7 +229,10 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     positions = positions if call.mask is None else positions.clamp(min=0)
     with call.cache.stepping(stop - start, call.padding) as step:
         hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
-    linear = call.fit.head  # under FSDP2 its weight is whole only now
+    linear, shared = call.fit.head, model._burst.shared  # under FSDP2 its weight is whole only now
+    if shared is not None and shared.has(linear):
+        kept = heads.for_head(hidden[:, -call.keep :], linear.weight)
+        return model._burst.form.apply_(shared.product(linear, kept))
     head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
     return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))
 
