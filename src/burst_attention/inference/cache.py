@@ -86,7 +86,8 @@ class ShardedCache(DealtCache):
         super().__init__(layers=[*layers])
         self.sharded = {n: each for n, each in enumerate(layers) if isinstance(each, ShardedLayer)}
         self.states = {n: each for n, each in enumerate(layers) if isinstance(each, StateLayer)}
-        self.prefill_sent = 0  # payload bytes that this rank sent in prefills
+        self.prefill_sent = 0  # payload bytes that this rank sent in prefills, and
+        self.weights_sent = 0  # for weights that ranks share
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
         with self.agreement.entering("ShardedCache"):
@@ -134,12 +135,17 @@ class ShardedCache(DealtCache):
         """Return the layers that hold tensors."""
         return [*self.sharded.values(), *self.states.values()]
 
+    @property
+    def sent(self) -> int:
+        """Payload bytes that this rank has sent in prefill and decoding, except those of FSDP2."""
+        return self.transport.sent + self.prefill_sent + self.weights_sent
+
     def figures(self) -> list[dict[str, int]]:
         """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
 
-        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made.
+        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made, except that of FSDP2.
         """
-        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.transport.sent + self.prefill_sent}
+        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.sent}
         return self.agreement.agree("figures", {}, own)
 
     def reset(self) -> None:

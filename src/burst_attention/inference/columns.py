@@ -101,8 +101,8 @@ class Shared:
         part = module.burst_part
         if not self.filling:
             raise ValueError(
-                f"the weight of {part.name} is shared over {self.transport.world} ranks by shard_weights, for generation "
-                "with a ShardedCache alone; pass cache=ShardedCache(model.config) to generate, or load the model again"
+                f"the weight of {part.name} is shared over {self.transport.world} ranks by shard_weights, which serves "
+                "generation with a ShardedCache alone; pass cache=ShardedCache(model.config), or load the model again"
             )
         if part.layer is None:
             return self._wait(self._gather([module], part.name)).weights[module]
@@ -201,17 +201,13 @@ class Shared:
             out = torch.where((owner == n).unsqueeze(-1), every[n], out)
         return out
 
-    def step_bytes(self, *, batch: int, queries: int, last: int = 1) -> int:
-        """Return the bytes that this rank sends in a step that calls each module once.
-
-        ``queries``: tokens of a row; ``last``: those of them whose logits are kept.
-        """
+    def step_bytes(self, batch: int) -> int:
+        """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
         rank, count = self.transport.rank, 0
         for module in self.modules:
-            weight, part = module._parameters["weight"], module.burst_part
-            columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(part.rows[rank])
-            head = part.layer is None and isinstance(module, nn.Linear)
-            count += columns * weight.dtype.itemsize * (last if head else queries)
+            weight, rows = module._parameters["weight"], module.burst_part.rows
+            columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(rows[rank])
+            count += columns * weight.dtype.itemsize
         return (self.transport.world - 1) * batch * count
 
 

@@ -95,11 +95,13 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return logits [B, logits_to_keep, V] of new tokens after those of a cache, equal bits on all ranks."""
     call, logits = _agreed(model, args, kwargs), torch.empty(0)
-    count = call.ids.shape[1]
+    count, shared = call.ids.shape[1], model._burst.shared
+    before = 0 if shared is None else shared.transport.sent
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
         for start, stop in itertools.pairwise(_stops(done, count)):
             logits = _step(model, call, start, stop)
+    call.cache.weights_sent += 0 if shared is None else shared.transport.sent - before
     out = CausalLMOutputWithPast(logits=logits, **{known.CACHE: call.cache})
     return out if kwargs.get("return_dict", True) else out.to_tuple()
 
