@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from burst_attention import ExchangeError
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.transport import Transport
-from burst_attention.inference import ShardedCache, shard_weights
+from burst_attention.inference import ShardedCache, shard_weights, weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
 from tests.support.generating import GREEDY, check_equal, generate, ids_of, model_of
@@ -106,8 +106,9 @@ def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world):
     check_equal([out for out, *_ in done], one_process(name, ids_of(count, rows)))
     for _, share, gathered, by_fsdp in done:
         assert share < 1.15 / world, "a rank holds more than its share"
-        assert bool(gathered) == by_fsdp
-        assert not gathered or name in GATHERED, "each token gathers these weights"
+        if world > 1:
+            assert bool(gathered) == by_fsdp
+            assert not gathered or name in GATHERED, "each token gathers these weights"
 
 
 SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
@@ -169,21 +170,21 @@ def counted(name):
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(Transport, "post", noted)
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
-    weights = sum(x.to_local().nbytes for x in model.parameters() if isinstance(x, DTensor))
-    return cache.sent - before, step_bytes(model), labels, prompt, weights
+    held = sum(x.to_local().nbytes for x in model.parameters() if isinstance(x, DTensor))
+    return cache.sent - before, step_bytes(model), labels, prompt, held
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world):
     of_layer = dealt_bytes(world=world, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
-    for sent, predicted, labels, prompt, weights in pools(world).run(counted, "llama"):
+    for sent, predicted, labels, prompt, held in pools(world).run(counted, "llama"):
         assert sent == 2 * of_layer + predicted
         columns = [label for label in labels if label.startswith("a step, ")]
         layers = [f"the columns of model.layers.{n}.{part}" for n in range(2) for part in PARTS]
         expected = [f"a step, {each}" for each in ("the rows of model.embed_tokens", *layers, "the columns of lm_head")]
         assert columns == [label for label in expected for _ in range(world - 1)], "q, k and v share an exchange"
         assert sum(label.startswith("decoding") for label in labels) == 2 * (world - 1)
-        assert prompt < 2.5 * (world - 1) * weights, "the prompt gathered a layer more than once"
+        assert prompt < 2.5 * (world - 1) * held, "the prompt gathered a layer more than once"
 
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -200,7 +201,7 @@ def refusals():
     other = hf.parallelize(other, timeout=30)
     ids, said = ids_of(70), []
     for use in (
-        lambda: model(ids),
+        lambda: model(ids, labels=ids),
         lambda: shard_weights(model, mesh),
         lambda: shard_weights(whole, halves["b"]),
         lambda: shard_weights(whole, halves),
@@ -228,6 +229,20 @@ def test_every_rank_refuses_other_uses(pools):
         ):
             assert text in error
     check_equal([out for _, out in done], one_process("llama", ids_of(70)))
+
+
+def wrongly_shared():
+    """Share a projection of latent attention that gets what each rank holds of the cache; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_used_apart", lambda kind: frozenset())
+        model, cache = shared_model("deepseek_v3")
+    with pytest.raises(ValueError) as caught:
+        generate(model, cache, ids_of(70), max_new_tokens=NEW)
+    return str(caught.value)
+
+
+def test_columns_of_keys_that_differ_between_ranks_are_refused(pools):
+    assert all("kv_b_proj gets keys of the cache" in error for error in pools(2).run(wrongly_shared))
 
 
 def saved(folder):

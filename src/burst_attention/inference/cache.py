@@ -45,6 +45,7 @@ class _Filling:
     first: int
     stop: int
     seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
+    attends: bool = False  # whether a layer has got its keys, but has not attended to them
 
 
 class ShardedCache(DealtCache):
@@ -323,7 +324,8 @@ class ShardedCache(DealtCache):
         if not first:  # without a prefill, padding stays in front
             self.holes = [(0, n) for n in padding.tolist()]
         own = own_slots(first, stop, self.transport.rank, self.transport.world)
-        return self._fill(_Filling(None, own, first, stop), Step(self._attend))
+        filling = _Filling(None, own, first, stop)
+        return self._fill(filling, Step(self._attend, lambda: filling.attends))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -334,7 +336,7 @@ class ShardedCache(DealtCache):
             return layer.update(key_states, value_states)
         if now.plan is None:
             layer.append(key_states, value_states, now.slots, now.first)
-            self._last = layer_idx
+            self._last, now.attends = layer_idx, True
             # Latent attention can't expand zero tokens. No query sees the keys that a rank without any returns.
             return layer.tokens() if len(layer.held) else (key_states, value_states)
         order = np.argsort(now.slots, kind="stable")
@@ -377,6 +379,7 @@ class ShardedCache(DealtCache):
         """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
         now, layer = self._filling, self.sharded[self._last]
         assert now is not None
+        now.attends = False
         if number not in (None, self._last):
             raise ValueError(
                 f"layer {number} attends, but layer {self._last} was updated last; such models are refused"

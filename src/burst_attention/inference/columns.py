@@ -220,6 +220,11 @@ class _Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shared = self.burst_part.shared
         if isinstance(RUNNING.plans, Step):
+            if RUNNING.plans.differs():
+                raise ValueError(
+                    f"{self.burst_part.name} gets keys of the cache, which differ between ranks; generate with whole "
+                    "weights"
+                )
             return shared.product(self, x)
         return F.linear(x, shared.whole(self), self._parameters["bias"])
 

@@ -26,6 +26,8 @@ from burst_attention.integrations.hf.tensor import axis
 
 from .columns import Shared, cut_weight, rows_of, transport_for
 
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
 
 def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     """Shard a parallelized model's weights over its ranks in place, to generate. Every rank must call it.
@@ -70,7 +72,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
             cut[id(module.weight)] = cut_weight(module.weight, mesh)
         state.shared.share(module, name, numbers.get(id(module)), cut[id(module.weight)])
     ours = {*cut.values()}
-    if all(x in ours or x.dim() < 2 for x in model.parameters()):
+    if mesh.size() == 1 or all(x in ours or x.dim() < 2 for x in model.parameters()):
         model.to(mesh.device_type)  # what is left is small
         return
     for module in (*layers, model):
@@ -112,7 +114,7 @@ def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         around = inside.get(id(module), [])
-        linear = type(module) is nn.Linear and (module is head or (around and not _is_read(name, around)))
+        linear = type(module) is nn.Linear and (module is head or (around and not _is_used_apart(name, around)))
         if (linear or (not around and _is_embedding(module))) and _is_plain(module, ranks):
             found[name] = module
     return {name: module for name, module in found.items() if users[id(module.weight)] <= found.keys()}
@@ -133,19 +135,26 @@ def _is_plain(module: Any, ranks: int) -> bool:
     return plain and not attached and not weight.is_meta and bool(rows_of(weight.shape[0], ranks)[-1])
 
 
-def _is_read(name: str, around: list[Any]) -> bool:
-    """Return whether code of modules around a linear layer may read its weight, in place of calling it."""
-    own = name.rpartition(".")[2]
-    return any(known.within(type(owner).__module__, ["peft"]) or own in _weights_read(type(owner)) for owner in around)
+def _is_used_apart(name: str, around: list[Any]) -> bool:
+    """Return whether modules around a linear layer may read its weight, or give it what a rank holds of the cache."""
+    own, kinds = name.rpartition(".")[2], {type(owner) for owner in around}
+    return any(known.within(kind.__module__, ["peft"]) or own in _used_apart(kind) for kind in kinds)
 
 
 @functools.cache
-def _weights_read(kind: type) -> frozenset[str]:
-    """Return the names X of ``X.weight`` in the code of a class."""
+def _used_apart(kind: type) -> frozenset[str]:
+    """Return the names X of ``X.weight`` in the code of a class, and those called on keys that a cache returned."""
     bases = (base for base in kind.__mro__ if base not in nn.Module.__mro__)
-    members = (inspect.unwrap(x) for base in bases for x in vars(base).values() if callable(x))
-    codes = [x.__code__ for x in members if isinstance(getattr(x, "__code__", None), CodeType)]
-    return frozenset(name for code in codes for name in _weights_in(code))
+    members = {name: inspect.unwrap(x) for base in bases for name, x in vars(base).items() if callable(x)}
+    codes = {name: x.__code__ for name, x in members.items() if isinstance(getattr(x, "__code__", None), CodeType)}
+    found = {name for code in codes.values() for name in _weights_in(code)}
+    for code in codes.values():
+        names = [str(each.argval) for each in dis.get_instructions(code)]
+        if "update" in names:  # latent attention expands all latents of the cache
+            after = names[names.index("update") :]
+            after = after[: after.index(_INTERFACE)] if _INTERFACE in after else after
+            found.update(after, *(codes[name].co_names for name in after if name in codes))
+    return frozenset(found)
 
 
 def _weights_in(code: CodeType) -> Iterator[str]:

@@ -3,11 +3,12 @@
 Ranks share a sharded cache; the one process uses transformers' own. A Llama (fp32, random weights) reads a prompt and
 then writes tokens greedily, by ``generate``. Ranks hold whole weights, or share them by ``shard_weights``. The first
 figure is the time to the first token. The second is the time per later token, the median of those of a round. Each
-rank has one thread. The one process has as many threads as there are ranks, but not more than cores. All take turns, round
-by round; figures are the median and the range over rounds. A first run is not timed. It compares all tokens and counts
-peak memory: the most resident bytes of a rank, minus those before. The bytes that a rank sends per token must be those
-that are predicted, whatever the context's length. With --link each rank is a node of an emulated cluster with links of
-this rate (it needs root and iproute2). ``tiny`` has two layers of width 256, ``190m`` has 12 of width 1,024.
+rank has one thread. The one process has as many threads as there are ranks, but not more than cores. All take turns,
+round by round; figures are the median and the range over rounds. A first run is not timed. It compares all tokens and
+counts peak memory: the most resident bytes of a rank, minus those before. The bytes that a rank sends per token must
+be those that are predicted, whatever the context's length. With --link each rank is a node of an emulated cluster
+with links of this rate (it needs root and iproute2). ``tiny`` has two layers of width 256, ``190m`` has 12 of width
+1,024.
 
     burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]
                          [--model 190m] [--link 100mbit]"""

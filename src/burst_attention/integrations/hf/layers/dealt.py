@@ -59,6 +59,7 @@ class Step:
     """Stands for the plan in a call whose queries are on every rank."""
 
     attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks)
+    differs: Callable[[], bool]  # whether the layer that runs has keys of this rank alone
 
     def of_layer(
         self, module: torch.nn.Module, qkv: tuple[Tensor, ...], mask: Any, window: Any, options: dict[str, Any]
