@@ -61,9 +61,9 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
         _check_ranks(state.plans.base, mesh)
         alone = mesh.size() == 1 or axis.cut_of(base) is not None
         modules = {} if alone else _sharable(base, layers, mesh.size())
-        fields = {"names": dict.fromkeys(modules), "values": weight_samples(base.named_parameters())}
+        names, values = digest_text(dict.fromkeys(modules)), digest_text(weight_samples(base.named_parameters()))
     remedy = "Load the same weights on every rank, and change the model alike"
-    state.meeting.agree("shard_weights", {name: digest_text(x) for name, x in fields.items()}, remedy=remedy)
+    state.meeting.agree("shard_weights", {"names": names, "values": values}, remedy=remedy)
     state.shared = Shared(transport_for(state.plans.base.transport), [[] for _ in layers])
     numbers = {id(part): n for n, layer in enumerate(layers) for part in layer.modules()}
     cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
@@ -142,7 +142,7 @@ def _is_used_apart(name: str, around: list[Any]) -> bool:
 
 
 @functools.cache
-def _used_apart(kind: type) -> frozenset[str]:
+def _used_apart(kind: Any) -> frozenset[str]:
     """Return the names X of ``X.weight`` in the code of a class, and those called on keys that a cache returned."""
     bases = (base for base in kind.__mro__ if base not in nn.Module.__mro__)
     members = {name: inspect.unwrap(x) for base in bases for name, x in vars(base).items() if callable(x)}

@@ -34,6 +34,7 @@ from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.reading.known import CACHE
 from burst_attention.launch.join import cores
 
 from ..arguments import WrittenArguments, asked
@@ -125,7 +126,7 @@ def _generated(size: str, weights: str | None, threads: int, context: int, count
     streamer = _Times(held)
     if dist.is_initialized():
         dist.barrier()
-    out = model.generate(ids, past_key_values=held, streamer=streamer, **options)
+    out = model.generate(ids, streamer=streamer, **{CACHE: held}, **options)
     seconds = [after - before for before, after in pairwise(streamer.times)]
     sent, predicted = (streamer.sent[-1] - streamer.sent[1]) / max(1, count - 1), 0
     if weights is not None:
