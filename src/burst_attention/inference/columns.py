@@ -12,7 +12,7 @@ The idea of weights by columns beside keys by tokens is Helix's (arXiv 2507.0712
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -58,6 +58,7 @@ class Shared:
     layers: list[list[Any]]  # the modules of each decoder layer whose weights are shared
     around: list[Any] = field(default_factory=list)  # embedding and head
     filling: bool = False
+    _samples: dict[str, tuple[Tensor, int, str]] = field(default_factory=dict)  # weights, how often written to, digests
     _gathered: dict[int, _Gathering] = field(default_factory=dict)
     _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
     _lead: Any = None  # the module that computed last in a step, its input, and results that it left for others
@@ -79,6 +80,16 @@ class Shared:
         vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world))
         module._parameters["weight"] = weight
         (self.around if layer is None else self.layers[layer]).append(module)
+
+    def keep(self, model: nn.Module, samples: Mapping[str, str]) -> None:
+        """Keep the digests of those whole weights that the ranks now share."""
+        cut = {module._parameters["weight"] for module in self.modules}
+        weights = {name: x for name, x in model.named_parameters() if x in cut}
+        self._samples = {name: (x, x._version, samples[name]) for name, x in weights.items()}
+
+    def samples(self) -> dict[str, str]:
+        """Return the digests of shared weights that nobody has written to since."""
+        return {name: digest for name, (x, version, digest) in self._samples.items() if x._version == version}
 
     def has(self, module: Any) -> bool:
         """Return whether a module's weight is shared."""

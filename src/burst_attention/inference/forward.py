@@ -175,9 +175,15 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
-    samples = functools.partial(weights_of, model)
-    cache.check(model, state.plans.base, samples, argument=argument, turn=state.passed is not None)
+    cache.check(
+        model, state.plans.base, functools.partial(_samples, model), argument=argument, turn=state.passed is not None
+    )
     return Fit(cache, body, heads.find_linear(model), _limits(model))
+
+
+def _samples(model: Any) -> dict[str, str]:
+    shared = model._burst.shared
+    return weights_of(model) | ({} if shared is None else shared.samples())
 
 
 def _limits(model: Any) -> tuple[int | None, int | None]:

@@ -61,7 +61,8 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
         _check_ranks(state.plans.base, mesh)
         alone = mesh.size() == 1 or axis.cut_of(base) is not None
         modules = {} if alone else _sharable(base, layers, mesh.size())
-        names, values = digest_text(dict.fromkeys(modules)), digest_text(weight_samples(base.named_parameters()))
+        samples = weight_samples(base.named_parameters())
+        names, values = digest_text(dict.fromkeys(modules)), digest_text(samples)
     remedy = "Load the same weights on every rank, and change the model alike"
     state.meeting.agree("shard_weights", {"names": names, "values": values}, remedy=remedy)
     state.shared = Shared(transport_for(state.plans.base.transport), [[] for _ in layers])
@@ -71,6 +72,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
         if id(module.weight) not in cut:
             cut[id(module.weight)] = cut_weight(module.weight, mesh)
         state.shared.share(module, name, numbers.get(id(module)), cut[id(module.weight)])
+    state.shared.keep(base, samples)
     ours = {*cut.values()}
     if mesh.size() == 1 or all(x in ours or x.dim() < 2 for x in model.parameters()):
         model.to(mesh.device_type)  # what is left is small
