@@ -139,7 +139,8 @@ def _is_plain(module: Any, ranks: int) -> bool:
 
 def _is_used_apart(name: str, around: list[Any]) -> bool:
     """Return whether modules around a linear layer may read its weight, or give it what a rank holds of the cache."""
-    own, kinds = name.rpartition(".")[2], {type(owner) for owner in around}
+    own = name.rpartition(".")[2]
+    kinds: set[Any] = {type(owner) for owner in around}
     return any(known.within(kind.__module__, ["peft"]) or own in _used_apart(kind) for kind in kinds)
 
 
