@@ -161,8 +161,8 @@ class Shared:
 
     def product(self, module: Any, x: Tensor) -> Tensor:
         """Return all columns [..., F] of a linear layer, whose input x [..., E] every rank has."""
-        version = 0 if x.is_inference() else x._version  # it may be written to in place
-        same = self._input is not None and self._input[0] is x and self._input[1] == version
+        version = -1 if x.is_inference() else x._version  # it may be written to in place, which inference mode hides
+        same = self._input is not None and self._input[0] is x and self._input[1] == version >= 0
         if same and (out := self._ready.pop(module, None)) is not None:
             return out
         lead, together = self._lead, module.burst_part.together
@@ -170,7 +170,7 @@ class Shared:
             lead.burst_part.together.append(module)  # from the next step on, they share an exchange
         modules = [module, *together]
         owns = [F.linear(x, local(each), self._bias(each)) for each in modules]
-        parts = self._exchanged(owns[0] if len(owns) == 1 else torch.cat(owns, -1), modules)
+        parts = self._exchanged(owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1), modules)
         if len(owns) == 1:
             outs = [torch.cat(parts, -1)]
         else:
@@ -280,8 +280,9 @@ def local(module: Any) -> Tensor:
 def cut_weight(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return this rank's rows of a weight as a DTensor, in memory of their own, on the mesh's device."""
     rows = rows_of(weight.shape[0], mesh.size())[mesh.get_local_rank()]
-    own = weight.detach()[rows.start : rows.stop].to(mesh.device_type, copy=True)
-    shape: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
+    part = weight.detach()[rows.start : rows.stop]
+    own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    shape: dict[str, Any] = {"shape": weight.shape, "stride": (weight.shape[1], 1)}
     return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
 
 
