@@ -529,11 +529,11 @@ def with_sharded_weights(name, by_user, folder):
             fully_shard(part, mesh=mesh)
     else:
         shard_weights(model, mesh)
-    own = sum(p.to_local().numel() for p in model.parameters())
+    own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     cache = ShardedCache(model.config, timeout=20)
     out = generate(model, cache, ids_of(100), max_new_tokens=NEW)
     cache.save(folder)
-    layers = [*model.model.layers.parameters()]
+    layers = [p for p in model.model.layers.parameters() if p.dim() > 1]
     out = SimpleNamespace(sequences=out.sequences, logits=out.logits)  # the cache can't be sent
     return out, own / whole, all(isinstance(p, DTensor) for p in layers)
 

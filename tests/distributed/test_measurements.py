@@ -134,19 +134,24 @@ def test_a_gpus_first_minutes_run_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_figures_of_two_ranks_that_generate(pools) -> None:
-    row = measured(pools(1), pools(2), 200, SIZES)
-    assert [len(side) for side in (*row["first"], *row["later"])] == [2] * 4
-    alone, ours = row["cache"]
-    assert alone / 2 < ours <= alone / 2 + 64 * alone / 202, "half of the tokens, and a page"
-    assert all(0 <= peak < 2**28 for peak in row["peak"])
-    assert row["sent"] == 2 * 4 * (64 + 1) * 4
+    rows = measured(pools(1), pools(2), 200, SIZES)
+    for row in rows:
+        assert [len(side) for side in (*row["first"], *row["later"])] == [2] * 4
+        alone, ours = row["cache"]
+        assert alone / 2 < ours <= alone / 2 + 64 * alone / 202, "half of the tokens, and a page"
+        assert all(0 <= peak < 2**28 for peak in row["peak"])
+    whole, sharded = rows
+    assert whole["held"][0] == whole["held"][1] and 0.5 <= sharded["held"][1] / sharded["held"][0] < 0.51
+    assert whole["sent"] == 2 * 4 * (64 + 1) * 4
+    columns = 256 + 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256) // 2 + 512 // 2
+    assert sharded["sent"] == whole["sent"] + 4 * columns
 
 
 @emulated
 @pytest.mark.slow
 def test_a_link_delays_the_first_token() -> None:
     """Each rank sends keys and values of 100 tokens in two layers, 200 kB: 1.6 s at 1 Mbit/s."""
-    (row,) = over_contexts(2, GenerationArguments(contexts=(200,), new_tokens=3, rounds=1, link="1mbit"))
+    row, _ = over_contexts(2, GenerationArguments(contexts=(200,), new_tokens=3, rounds=1, link="1mbit"))
     assert row["first"][1][0] > 0.8
 
 
@@ -165,9 +170,11 @@ def test_other_tokens_or_bytes_give_no_figures(pools, name: str, text: str) -> N
 
 def test_a_line_compares_round_by_round() -> None:
     sides = {"first": [[2.0, 4.0], [1.0, 1.0]], "later": [[0.01, 0.01], [0.02, 0.02]], "cache": [2**20, 2**19]}
-    cells = line({"context": 1024, "ranks": 2, "sent": 10, **sides, "peak": [2**22, 2**21]})
+    sides |= {"held": [2**22, 2**21], "peak": [2**22, 2**21]}
+    cells = line({"context": 1024, "weights": "sharded", "ranks": 2, "sent": 10, **sides})
     assert cells["first token, ratio"] == "3.00 (2.00 to 4.00)" and cells["later token, ratio"].startswith("0.50")
     assert (cells["cache per rank"], cells["one process's"]) == ("0.5 MiB", "1.0 MiB")
+    assert (cells["weights per rank"], cells["whole"]) == ("2.0 MiB", "4.0 MiB")
 
 
 def test_the_longest_length_is_the_last_that_fits() -> None:

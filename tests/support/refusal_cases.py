@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from burst_attention import CallShape, Mask, Strategy, burst_attention, kernels, make_plan
 from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
-from burst_attention.inference import ShardedCache
+from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_train import strategies
@@ -314,6 +314,7 @@ HF: Cases = [
     ("hf.clip_grad_norm_(model, 1.0)", "TypeError: parameters is a LlamaForCausalLM; pass model.parameters()"),
     ("hf.check_config('llama')", "TypeError: config is a str; pass a configuration: AutoConfig.from_pretrained(name)"),
     ("ShardedCache(model)", "TypeError: config is a LlamaForCausalLM; pass model.config"),
+    ("shard_weights(model, None)", "ValueError: LlamaForCausalLM is not parallelized; call hf.parallelize(model)"),
     ("hf.parallelize(model, temperature=0)", "ValueError: temperature=0 must be finite and greater than 0;"),
 ]
 MODELS: Cases = [
@@ -687,7 +688,7 @@ COMMON = {
 }
 COMMON |= {each.__name__: each for each in (grad, token_log_probs)}
 COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}
-COMMON |= {"ShardedCache": ShardedCache, "nn": nn}
+COMMON |= {"ShardedCache": ShardedCache, "shard_weights": shard_weights, "nn": nn}
 COMMON |= {"torch": torch, "pickle": pickle, "strategies": strategies, "kernels": kernels, "hf": hf}
 # area: (cases, a function that returns the names they use, ranks)
 AREAS = {

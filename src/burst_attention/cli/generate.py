@@ -67,7 +67,7 @@ class GenerateArguments:
     json: bool = False
     """Print one JSON object with text and figures in place of the text."""
     shard_weights: bool = False
-    """Shard the weights by FSDP2, for a model too large for one rank. Every token gathers every layer."""
+    """Share the weights over the ranks, for a model too large for one. Each computes its part of every layer."""
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 600.0
     """Seconds before a pending exchange counts as failed."""

@@ -160,8 +160,10 @@ class Transport:
         in the order given.
         """
         self.check(label)
-        self.sent += sum(each.tensor.nbytes for each in sends)
-        self.received += sum(each.tensor.nbytes for each in receives)
+        for send in sends:
+            self.sent += send.tensor.nbytes
+        for receive in receives:
+            self.received += receive.tensor.nbytes
         # Wait for receives first: the sends are usually done by then.
         operations: list[Operation] = [each for each in receives if each.tensor.numel()]
         operations += [each for each in sends if each.tensor.numel()]
@@ -335,6 +337,8 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[Tensor, list[Tensor]]]]:
     """Pack small CPU tensors to or from one peer into one message; return messages and (message, tensors to fill)."""
+    if len(operations) <= 2 and len({*map(type, operations)}) == len(operations):
+        return [*operations], []
     together: dict[tuple[type[Operation], int], list[Tensor]] = {}
     for operation in operations:
         together.setdefault((type(operation), operation.peer), []).append(operation.tensor)

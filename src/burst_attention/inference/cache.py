@@ -75,7 +75,8 @@ class ShardedCache(DealtCache):
         super().__init__(layers=[*layers])
         self.sharded = {n: each for n, each in enumerate(layers) if isinstance(each, ShardedLayer)}
         self.states = {n: each for n, each in enumerate(layers) if isinstance(each, StateLayer)}
-        self.prefill_sent = 0  # payload bytes that this rank sent in prefills
+        self.prefill_sent = 0  # payload bytes that this rank sent in prefills, and
+        self.weights_sent = 0  # for weights that ranks share
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
         with self.agreement.entering("ShardedCache"):
@@ -123,12 +124,17 @@ class ShardedCache(DealtCache):
         """Return the layers that hold tensors."""
         return [*self.sharded.values(), *self.states.values()]
 
+    @property
+    def sent(self) -> int:
+        """Payload bytes that this rank has sent in prefill and decoding, except those of FSDP2."""
+        return self.transport.sent + self.prefill_sent + self.weights_sent
+
     def figures(self) -> list[dict[str, int]]:
         """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
 
-        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made.
+        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made, except that of FSDP2.
         """
-        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.transport.sent + self.prefill_sent}
+        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.sent}
         return self.agreement.agree("figures", {}, own)
 
     def reset(self) -> None:
@@ -313,7 +319,8 @@ class ShardedCache(DealtCache):
         if not first:  # without a prefill, padding stays in front
             self.holes = [(0, n) for n in padding.tolist()]
         own = own_slots(first, stop, self.transport.rank, self.transport.world)
-        return self._fill(Filling(None, own, first, stop), Step(self._attend, self._choose, stop))
+        filling = Filling(None, own, first, stop)
+        return self._fill(filling, Step(self._attend, self._choose, stop, lambda: filling.attends))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -326,7 +333,7 @@ class ShardedCache(DealtCache):
             layer.filling = now
         if now.plan is None:
             layer.append(key_states, value_states, now.slots, now.first)
-            self._last = layer_idx
+            self._last, now.attends = layer_idx, True
             # Latent attention can't expand zero tokens. No query sees the keys that a rank without any returns.
             return layer.tokens() if len(layer.held) else (key_states, value_states)
         slots = now.slots if now.order is None else now.slots[now.order]
@@ -376,6 +383,7 @@ class ShardedCache(DealtCache):
         """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
         now, layer = self._filling, self.sharded[self._last]
         assert now is not None
+        now.attends = False
         if number not in (None, self._last):
             raise ValueError(
                 f"layer {number} attends, but layer {self._last} was updated last; such models are refused"

@@ -95,11 +95,13 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return logits [B, logits_to_keep, V] of new tokens after those of a cache, equal bits on all ranks."""
     call, logits = _agreed(model, args, kwargs), torch.empty(0)
-    count = call.ids.shape[1]
+    count, shared = call.ids.shape[1], model._burst.shared
+    before = 0 if shared is None else shared.transport.sent
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         done = _prefill(model, call, count - max(call.keep, 2 if call.cache.states else 1))
         for start, stop in itertools.pairwise(_stops(done, count)):
             logits = _step(model, call, start, stop)
+    call.cache.weights_sent += 0 if shared is None else shared.transport.sent - before
     out = CausalLMOutputWithPast(logits=logits, **{known.CACHE: call.cache})
     return out if kwargs.get("return_dict", True) else out.to_tuple()
 
@@ -173,9 +175,15 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
-    samples = functools.partial(weights_of, model)
-    cache.check(model, state.plans.base, samples, argument=argument, turn=state.passed is not None)
+    cache.check(
+        model, state.plans.base, functools.partial(_samples, model), argument=argument, turn=state.passed is not None
+    )
     return Fit(cache, body, heads.find_linear(model), _limits(model))
+
+
+def _samples(model: Any) -> dict[str, str]:
+    shared = model._burst.shared
+    return weights_of(model) | ({} if shared is None else shared.samples())
 
 
 def _limits(model: Any) -> tuple[int | None, int | None]:
@@ -209,7 +217,9 @@ def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop:
     else:
         plans = model_plans.get(stop, None)
     positions = plans.one.positions.to(ids.device, non_blocking=True).repeat(len(ids), 1)
-    with cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
+    shared = model._burst.shared
+    weights = nullcontext() if shared is None else shared.prefilling()
+    with weights, cache.prefilling(plans.one, call.padding, call.past + ids.shape[1]):
         _run(call.fit, plans.one.shard(ids[:, start:stop], 1), positions, RunningPlans(plans, positions=positions))
 
 
@@ -227,7 +237,10 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     positions = positions if call.mask is None else positions.clamp(min=0)
     with call.cache.stepping(stop - start, call.padding) as step:
         hidden = _run(call.fit, call.ids[:, start:stop], positions, step)[0]
-    linear = call.fit.head  # under FSDP2 its weight is whole only now
+    linear, shared = call.fit.head, model._burst.shared  # under FSDP2 its weight is whole only now
+    if shared is not None and shared.has(linear):
+        kept = heads.for_head(hidden[:, -call.keep :], linear.weight)
+        return model._burst.form.apply_(shared.product(linear, kept))
     head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
     return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))
 

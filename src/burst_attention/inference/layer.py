@@ -31,6 +31,7 @@ class Filling:
     stop: int
     seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
     places: dict[Reach, Tensor] = field(default_factory=dict)  # int64, the slots that they hold
+    attends: bool = False  # whether a layer has got its keys, but has not attended to them
 
     @cached_property
     def order(self) -> np.ndarray | None:

@@ -156,9 +156,6 @@ def _preset(name: str, rope_scaling: str | None) -> Model:
 def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
     if rope_scaling is not None:
         scale_rope(config, rope_scaling, model=name)
-    text = config.get_text_config(decoder=True)
-    if by := next((each for each in _CHOOSING if getattr(text, each, None)), None):
-        raise ValueError(f"--model {name!r} has an indexer that chooses keys ({by}), whose work is not predicted")
     try:
         return Model.read(config, name)
     except ValueError as error:

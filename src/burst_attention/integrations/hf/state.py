@@ -42,6 +42,7 @@ class ModelState:
     read: Snapshot | None = field(default=None, init=False)  # what ``form``, ``plans`` and ``absolute`` follow from
     settings: Settings | None = field(default=None, init=False)  # of these parts; None without other ranks
     copies: int = field(default=0, init=False)  # of this model
+    shared: Any = field(default=None, init=False)  # weights of which each rank holds rows; None: whole, or by FSDP2
     fit: Any = field(default=None, init=False)  # what the cache of a running ``generate`` needs of the model
     passed: str | None = field(default=None, init=False)  # the keyword of a running ``generate``'s cache over ranks
     warned: bool = field(default=False, init=False)  # of a batch without labels

@@ -61,6 +61,7 @@ class Step:
     attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks, indices)
     choose: Callable[..., Tensor]  # of (q, an indexer's keys, weights or None), as ``choose_keys`` or ``choose_blocks``
     span: int  # columns of the cache, with those of the step
+    differs: Callable[[], bool]  # whether the layer that runs has keys of this rank alone
 
     def of_layer(
         self, module: torch.nn.Module, mask: Any, window: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, **options: Any

@@ -83,8 +83,8 @@ def attend_to_latents(
     """Compute attention to chosen keys with their latents: out [B, H, S_local, Dv].
 
     A key of head h is [U_h c | r] and its value V_h c, where c is the latent, r the rotary part and [U_h; V_h] the
-    weight. So q . k = (U_h^T q_nope) . c + q_rotary . r, and out = V_h (the sum of latents). Of a single head, [c | r] are
-    the keys, and c is their value.
+    weight. So q . k = (U_h^T q_nope) . c + q_rotary . r, and out = V_h (the sum of latents). [c | r] are the keys of a
+    single head, and c is their value.
 
     Args:
         weight: [H, Dn + Dv, R]; q: [B, H, S_local, Dn + D'], latent: [B, 1, S_local, R], rotary: [B, 1, S_local, D'].

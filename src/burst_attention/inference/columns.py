@@ -1,0 +1,291 @@
+"""Linear layers whose weights the ranks share by rows: whole for a prompt, never gathered for a step of few tokens.
+
+Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can compute the columns y_r [..., F_r].
+
+    a prompt, x of a shard:     W is gathered with its decoder layer, while the layer before it computes
+    a step, x on every rank:    y_r = x W_rᵀ + b_r; each rank sends y_r to all others; y = [y_0, ..., y_W-1]
+
+Sums stay within a rank, so a step rounds as in one process, in any dtype, and all ranks get equal bits. Layers of one
+input, such as q, k and v, share an exchange. An embedding's rows are shared too: who has a token's row sends it.
+The idea of weights by columns beside keys by tokens is Helix's (arXiv 2507.07120, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from burst_attention.comm.transport import Pending, Receive, Send, Transport
+from burst_attention.integrations.hf.classes import become
+from burst_attention.integrations.hf.layers.dealt import Step
+from burst_attention.integrations.hf.running import RUNNING
+
+TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
+
+
+@dataclass(eq=False)
+class Part:
+    """What a rank holds of a module's weight."""
+
+    shared: Shared
+    name: str
+    layer: int | None  # the number of its decoder layer; None: outside of layers
+    rows: tuple[range, ...]  # of the whole weight, by rank
+    together: list[Any] = field(default_factory=list)  # modules of the same input that this one's step computes too
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """Whole weights of a decoder layer, which arrive or have arrived."""
+
+    pending: Pending | None
+    weights: dict[Any, Tensor]
+
+
+@dataclass(eq=False)
+class Shared:
+    """The weights of one model that its ranks share, and their exchanges."""
+
+    transport: Transport
+    layers: list[list[Any]]  # the modules of each decoder layer whose weights are shared
+    around: list[Any] = field(default_factory=list)  # embedding and head
+    filling: bool = False
+    _samples: dict[str, tuple[Tensor, int, str]] = field(default_factory=dict)  # weights, how often written to, digests
+    _gathered: dict[int, _Gathering] = field(default_factory=dict)
+    _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
+    _lead: Any = None  # the module that computed last in a step, its input, and results that it left for others
+    _input: tuple[Tensor, int] | None = None
+    _ready: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("a model with shared weights can't be copied; load it again")
+
+    @property
+    def modules(self) -> list[Any]:
+        """The modules whose weights are shared."""
+        return [*self.around, *(module for layer in self.layers for module in layer)]
+
+    def share(self, module: Any, name: str, layer: int | None, weight: nn.Parameter) -> None:
+        """Let a module use rows of a shared weight from now on. A head keeps its class, which the loss asks for."""
+        if isinstance(module, nn.Embedding) or layer is not None:
+            become(module, _Embedding if isinstance(module, nn.Embedding) else _Linear)
+        vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world))
+        module._parameters["weight"] = weight
+        (self.around if layer is None else self.layers[layer]).append(module)
+
+    def keep(self, model: nn.Module, samples: Mapping[str, str]) -> None:
+        """Keep the digests of those whole weights that the ranks now share."""
+        cut = {module._parameters["weight"] for module in self.modules}
+        weights = {name: x for name, x in model.named_parameters() if x in cut}
+        self._samples = {name: (x, x._version, samples[name]) for name, x in weights.items()}
+
+    def samples(self) -> dict[str, str]:
+        """Return the digests of shared weights that nobody has written to since."""
+        return {name: digest for name, (x, version, digest) in self._samples.items() if x._version == version}
+
+    def has(self, module: Any) -> bool:
+        """Return whether a module's weight is shared."""
+        return "burst_part" in vars(module)
+
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """Gather whole weights inside this context, each layer's when it runs."""
+        self.filling = True
+        try:
+            yield
+            for gathering in self._gathered.values():
+                self._wait(gathering)
+        finally:
+            self.filling = False
+            self._gathered, self._unused = {}, []
+
+    def whole(self, module: Any) -> Tensor:
+        """Return the whole weight of a module, and let the next layer's arrive."""
+        part = module.burst_part
+        if not self.filling:
+            raise ValueError(
+                f"the weight of {part.name} is shared over {self.transport.world} ranks by shard_weights, which serves "
+                "generation with a ShardedCache alone; pass cache=ShardedCache(model.config), or load the model again"
+            )
+        if part.layer is None:
+            return self._wait(self._gather([module], part.name)).weights[module]
+        gathering = self._layer(part.layer)
+        if gathering.pending is not None:
+            self._wait(gathering)
+            for number in [n for n in self._gathered if n not in (part.layer, part.layer + 1)]:
+                self._unused += self._wait(self._gathered.pop(number)).weights.values()
+            if part.layer + 1 < len(self.layers):
+                self._layer(part.layer + 1)
+        return gathering.weights[module]
+
+    def _layer(self, number: int) -> _Gathering:
+        if number not in self._gathered:
+            modules = self.layers[number]
+            self._gathered[number] = self._gather(modules, f"the weights of layer {number}")
+        return self._gathered[number]
+
+    def _gather(self, modules: Sequence[Any], label: str) -> _Gathering:
+        """Start to gather weights: each rank's rows go to their place in the whole."""
+        rank, world = self.transport.rank, self.transport.world
+        weights, sends, receives = {}, list[Send](), list[Receive]()
+        for module in modules:
+            own, rows = local(module), module.burst_part.rows
+            whole = weights[module] = self._memory(own, rows[-1].stop)
+            whole[rows[rank].start : rows[rank].stop] = own
+            for hop in range(1, world):
+                ahead, behind = (rank + hop) % world, (rank - hop) % world
+                sends.append(Send(ahead, own))
+                receives.append(Receive(behind, whole[rows[behind].start : rows[behind].stop]))
+        return _Gathering(self.transport.post(sends, receives, label=label), weights)
+
+    def _wait(self, gathering: _Gathering) -> _Gathering:
+        if gathering.pending is not None:
+            self.transport.wait(gathering.pending)
+            gathering.pending = None
+        return gathering
+
+    def _memory(self, own: Tensor, rows: int) -> Tensor:
+        shape = (rows, *own.shape[1:])
+        for n, x in enumerate(self._unused):
+            if x.shape == shape and x.dtype == own.dtype:
+                return self._unused.pop(n)
+        return own.new_empty(shape)
+
+    def product(self, module: Any, x: Tensor) -> Tensor:
+        """Return all columns [..., F] of a linear layer, whose input x [..., E] every rank has."""
+        version = -1 if x.is_inference() else x._version  # it may be written to in place, which inference mode hides
+        same = self._input is not None and self._input[0] is x and self._input[1] == version >= 0
+        if same and (out := self._ready.pop(module, None)) is not None:
+            return out
+        lead, together = self._lead, module.burst_part.together
+        if same and lead is not module and module not in lead.burst_part.together:
+            lead.burst_part.together.append(module)  # from the next step on, they share an exchange
+        modules = [module, *together]
+        owns = [F.linear(x, local(each), self._bias(each)) for each in modules]
+        parts = self._exchanged(owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1), modules)
+        if len(owns) == 1:
+            outs = [torch.cat(parts, -1)]
+        else:
+            split = [part.split([len(each.burst_part.rows[n]) for each in modules], -1) for n, part in enumerate(parts)]
+            outs = [torch.cat(columns, -1) for columns in zip(*split, strict=True)]
+        self._lead, self._input = module, (x, version)
+        self._ready = dict(zip(together, outs[1:], strict=True))
+        return outs[0]
+
+    def _bias(self, module: Any) -> Tensor | None:
+        bias, rows = module._parameters["bias"], module.burst_part.rows[self.transport.rank]
+        return None if bias is None else bias[rows.start : rows.stop]
+
+    def _exchanged(self, own: Tensor, modules: Sequence[Any]) -> list[Tensor]:
+        """Return every rank's columns, by rank."""
+        rank, world = self.transport.rank, self.transport.world
+        every, sends, receives = [own] * world, list[Send](), list[Receive]()
+        for hop in range(1, world):
+            ahead, behind = (rank + hop) % world, (rank - hop) % world
+            width = sum(len(each.burst_part.rows[behind]) for each in modules)
+            every[behind] = own.new_empty(*own.shape[:-1], width)
+            sends.append(Send(ahead, own))
+            receives.append(Receive(behind, every[behind]))
+        label = f"a step, the columns of {modules[0].burst_part.name}"
+        self.transport.wait(self.transport.post(sends, receives, label=label))
+        return every
+
+    def looked_up(self, module: Any, ids: Tensor) -> Tensor:
+        """Return the embeddings [..., E] of ids that every rank has. The rank with a token's row computes it."""
+        rank, world, rows = self.transport.rank, self.transport.world, module.burst_part.rows
+        size = len(rows[0])
+        with using(module, local(module)):
+            own = module.stock_class.forward(module, (ids - rows[rank].start).clamp(0, len(rows[rank]) - 1))
+        label = f"a step, the rows of {module.burst_part.name}"
+        every = self.transport.all_to_all([own] * world, [len(own)] * world, label=label)
+        owner = ids // size
+        out = every[0]
+        for n in range(1, world):
+            out = torch.where((owner == n).unsqueeze(-1), every[n], out)
+        return out
+
+    def step_bytes(self, batch: int) -> int:
+        """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
+        rank, count = self.transport.rank, 0
+        for module in self.modules:
+            weight, rows = module._parameters["weight"], module.burst_part.rows
+            columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(rows[rank])
+            count += columns * weight.dtype.itemsize
+        return (self.transport.world - 1) * batch * count
+
+
+class _Linear(nn.Module):
+    """A linear layer whose weight is shared."""
+
+    burst_part: Part
+    stock_class: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.burst_part.shared
+        if isinstance(RUNNING.plans, Step):
+            if RUNNING.plans.differs():
+                raise ValueError(
+                    f"{self.burst_part.name} gets keys of the cache, which differ between ranks; generate with whole "
+                    "weights"
+                )
+            return shared.product(self, x)
+        return F.linear(x, shared.whole(self), self._parameters["bias"])
+
+
+class _Embedding(nn.Module):
+    """An embedding whose weight is shared; it may scale what it looks up."""
+
+    burst_part: Part
+    stock_class: Any
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shared = self.burst_part.shared
+        if isinstance(RUNNING.plans, Step):
+            return shared.looked_up(self, ids)
+        with using(self, shared.whole(self)):
+            return self.stock_class.forward(self, ids)
+
+
+@contextmanager
+def using(module: Any, weight: Tensor) -> Iterator[None]:
+    """Let an embedding look up rows of another weight inside this context."""
+    own, padding = module._parameters["weight"], module.padding_idx
+    module._parameters["weight"], module.padding_idx = weight, None  # which matters to gradients alone
+    try:
+        yield
+    finally:
+        module._parameters["weight"], module.padding_idx = own, padding
+
+
+def rows_of(rows: int, world: int) -> tuple[range, ...]:
+    """Return the rows of each rank, as a DTensor's ``Shard(0)`` has them."""
+    size = -(-rows // world)
+    return tuple(range(min(rows, size * n), min(rows, size * (n + 1))) for n in range(world))
+
+
+def local(module: Any) -> Tensor:
+    """Return this rank's rows of a module's weight."""
+    own: Tensor = module._parameters["weight"]._local_tensor
+    return own
+
+
+def cut_weight(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return this rank's rows of a weight as a DTensor, in memory of their own, on the mesh's device."""
+    rows = rows_of(weight.shape[0], mesh.size())[mesh.get_local_rank()]
+    part = weight.detach()[rows.start : rows.stop]
+    own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    shape: dict[str, Any] = {"shape": weight.shape, "stride": (weight.shape[1], 1)}
+    return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
+
+
+def transport_for(transport: Transport) -> Transport:
+    """Return a transport for weights over the group of another."""
+    return replace(transport, tag=TAG, sent=0, received=0, waited=0.0)

@@ -1,0 +1,300 @@
+"""Weights that ranks share by rows: the tokens of one process, and no weight moves in a step."""
+
+import copy
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from burst_bench.pool import WorkerPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from burst_attention import ExchangeError
+from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.comm.transport import Transport
+from burst_attention.inference import ShardedCache, shard_weights, weights
+from burst_attention.inference.weights import step_bytes
+from burst_attention.integrations import hf
+from tests.support.generating import GREEDY, check_equal, generate, ids_of, model_of
+from tests.support.hf_models import WHOLE_HEADS
+
+NEW = 8
+GATHERED = (
+    "deepseek_v3",
+    "qwen3_5",
+    "gpt_oss",
+    "bamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "gemma4_text",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "minimax_m3_vl",
+)
+
+
+def made(name, implementation="burst"):
+    """Return a new model; transformers makes biases of zeros, which would hide a wrong one."""
+    model = copy.deepcopy(model_of(name, implementation))
+    for part in model.modules():
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.normal_(part.bias, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def one_process(name, ids, **options):
+    return made(name, "eager").generate(ids, **GREEDY | {"max_new_tokens": NEW} | options)
+
+
+def shared_model(name, timeout=30):
+    """Return a model whose weights all ranks of this process's group share, and a cache for it."""
+    model = hf.parallelize(made(name), strategy=WHOLE_HEADS, timeout=timeout)
+    shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, ShardedCache(model.config, timeout=timeout)
+
+
+def sendable(out):
+    return SimpleNamespace(sequences=out.sequences, logits=out.logits)
+
+
+def long(*case):
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
+def generated(name, count, rows):
+    """Return a rank's tokens and logits; the share of matrices that it holds; those that FSDP2 shards."""
+    whole = {key: x.numel() for key, x in made(name).named_parameters() if x.dim() > 1}
+    model, cache = shared_model(name)
+    held = {key: (x.to_local() if isinstance(x, DTensor) else x).numel() for key, x in model.named_parameters()}
+    share = sum(held[key] for key in whole) / sum(whole.values())
+    gathered = [key for key in whole if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
+    out = generate(model, cache, ids_of(count, rows), max_new_tokens=NEW)
+    return sendable(out), share, gathered, isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "rows", "world"),
+    [
+        ("llama", 7, 1, 2),
+        ("llama", 100, 2, 3),
+        ("qwen2", 100, 1, 2),
+        ("gemma3", 100, 1, 3),
+        ("deepseek_v3", 70, 1, 2),
+        ("qwen3_5", 70, 1, 2),
+        ("glm_moe_dsa", 70, 1, 2),
+        long("llama", 100, 1, 1),
+        long("llama", 100, 1, 4),
+        long("qwen3", 100, 1, 3),
+        long("mistral", 7, 1, 3),
+        long("cohere2", 100, 1, 2),
+        long("gemma2", 100, 1, 3),
+        long("gpt_oss", 100, 1, 2),
+        long("gemma4_text", 100, 1, 3),
+        long("bamba", 70, 1, 3),
+        long("kimi_linear", 70, 1, 2),
+        long("lfm2", 100, 1, 3),
+        long("lfm2_moe", 100, 1, 2),
+        long("nemotron_h", 100, 1, 2),
+        long("deepseek_v32", 100, 2, 3),
+        long("minimax_m3_vl", 100, 1, 2),
+    ],
+)
+def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world):
+    done = pools(world).run(generated, name, count, rows)
+    check_equal([out for out, *_ in done], one_process(name, ids_of(count, rows)))
+    for _, share, gathered, by_fsdp in done:
+        assert share < 1.15 / world, "a rank holds more than its share"
+        if world > 1:
+            assert bool(gathered) == by_fsdp
+            assert not gathered or name in GATHERED, "each token gathers these weights"
+
+
+SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
+
+
+def sampled(name):
+    model, cache = shared_model(name)
+    torch.manual_seed(3)
+    return generate(model, cache, ids_of(80), **SAMPLED).sequences
+
+
+def test_a_seed_gives_the_text_of_one_process(pools):
+    torch.manual_seed(3)
+    expected = one_process("llama", ids_of(80), **SAMPLED).sequences
+    assert all(torch.equal(each, expected) for each in pools(3).run(sampled, "llama"))
+
+
+def turns(name, folder):
+    """A prompt in pieces, a short turn, a long one; the cache is saved before the last."""
+    model, cache = shared_model(name)
+    cache = ShardedCache(model.config, timeout=30, prefill_chunk=70)
+    said = generate(model, cache, ids_of(150), max_new_tokens=NEW).sequences
+    said = generate(model, cache, torch.cat([said, ids_of(5)], 1), max_new_tokens=NEW).sequences
+    cache.save(folder)
+    longer = torch.cat([said, ids_of(90)], 1)
+    return sendable(generate(model, cache, longer, max_new_tokens=NEW)), longer
+
+
+def continued(name, folder, longer, shares):
+    """Continue a saved cache with weights that ranks share, or with whole ones."""
+    model = shared_model(name)[0] if shares else hf.parallelize(made(name), strategy=WHOLE_HEADS, timeout=30)
+    cache = ShardedCache.load(folder, model.config, timeout=30)
+    return sendable(generate(model, cache, longer, max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize("name", ["gemma3", long("qwen3_5")])
+def test_turns_pieces_and_a_saved_cache(pools, tmp_path, name):
+    done = pools(2).run(turns, name, tmp_path / "cache")
+    expected = one_process(name, ids_of(150)).sequences
+    expected = one_process(name, torch.cat([expected, ids_of(5)], 1)).sequences
+    longer = torch.cat([expected, ids_of(90)], 1)
+    assert all(torch.equal(each, longer) for _, each in done)
+    expected = one_process(name, longer)
+    check_equal([out for out, _ in done], expected)
+    for world, shares in ((3, True), (1, True), (2, False)):
+        check_equal(pools(world).run(continued, name, tmp_path / "cache", longer, shares), expected)
+
+
+def counted(name):
+    """Return bytes of a token, those predicted, the messages of the last step by label, and bytes of the prompt."""
+    model, cache = shared_model(name)
+    generate(model, cache, ids_of(80), max_new_tokens=3)
+    prompt, before, labels, post = model._burst.shared.transport.sent, cache.sent, list[str](), Transport.post
+
+    def noted(self, sends, *rest, **named):
+        labels.extend(named["label"] for _ in sends)
+        return post(self, sends, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Transport, "post", noted)
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    held = sum(x.to_local().nbytes for x in model.parameters() if isinstance(x, DTensor))
+    return cache.sent - before, step_bytes(model), labels, prompt, held
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world):
+    of_layer = dealt_bytes(world=world, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
+    for sent, predicted, labels, prompt, held in pools(world).run(counted, "llama"):
+        assert sent == 2 * of_layer + predicted
+        columns = [label for label in labels if label.startswith("a step, ")]
+        layers = [f"the columns of model.layers.{n}.{part}" for n in range(2) for part in PARTS]
+        expected = [f"a step, {each}" for each in ("the rows of model.embed_tokens", *layers, "the columns of lm_head")]
+        assert columns == [label for label in expected for _ in range(world - 1)], "q, k and v share an exchange"
+        assert sum(label.startswith("decoding") for label in labels) == 2 * (world - 1)
+        assert prompt < 2.5 * (world - 1) * held, "the prompt gathered a layer more than once"
+
+
+PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+def refusals():
+    """Return what each wrong use says, and whether generation works afterwards."""
+    model, cache = shared_model("llama")
+    whole = hf.parallelize(made("llama"), timeout=30)
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    other = made("llama")
+    other.lm_head.weight.data += rank
+    other = hf.parallelize(other, timeout=30)
+    ids, said = ids_of(70), []
+    for use in (
+        lambda: model(ids, labels=ids),
+        lambda: shard_weights(model, mesh),
+        lambda: shard_weights(whole, halves["b"]),
+        lambda: shard_weights(whole, halves),
+        lambda: shard_weights(other, mesh),
+        lambda: shard_weights(made("llama"), mesh),
+        lambda: copy.deepcopy(model),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            use()
+        said.append(str(caught.value))
+    return said, sendable(generate(model, cache, ids, max_new_tokens=NEW))
+
+
+def test_every_rank_refuses_other_uses(pools):
+    done = pools(2).run(refusals)
+    for said, _ in done:
+        texts = (
+            "is shared over 2 ranks by shard_weights",
+            "sharded already",
+            "mesh has the ranks",
+            "DeviceMesh of one",
+        )
+        for text, error in zip(
+            (*texts, "values: rank 0 has", "not parallelized", "can't be copied"), said, strict=True
+        ):
+            assert text in error
+    check_equal([out for _, out in done], one_process("llama", ids_of(70)))
+
+
+def wrongly_shared():
+    """Share a projection of latent attention that gets what each rank holds of the cache; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_used_apart", lambda kind: frozenset())
+        model, cache = shared_model("deepseek_v3")
+    with pytest.raises(ValueError) as caught:
+        generate(model, cache, ids_of(70), max_new_tokens=NEW)
+    return str(caught.value)
+
+
+def test_columns_of_keys_that_differ_between_ranks_are_refused(pools):
+    assert all("kv_b_proj gets keys of the cache" in error for error in pools(2).run(wrongly_shared))
+
+
+def saved(folder):
+    model, _ = shared_model("llama")
+    model.save_pretrained(folder)
+    return True
+
+
+def test_weights_that_ranks_share_are_saved_whole(pools, tmp_path):
+    pools(3).run(saved, tmp_path / "model")
+    loaded = type(model_of("llama")).from_pretrained(tmp_path / "model")
+    for key, x in made("llama").state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], x)
+
+
+class _Dies:
+    """A streamer that ends its process after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self):
+        pass
+
+
+def dies():
+    """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
+    model, cache = shared_model("llama", timeout=5)
+    started = time.monotonic()
+    try:
+        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=_Dies(4) if dist.get_rank() == 1 else None)
+    except ExchangeError as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_is_named_in_time():
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(dies, timeout=240)
+    assert set(lost) == {1} and not errors
+    for text, seconds in results.values():
+        assert "rank" in text and "has stopped" in text and seconds < 20
+    assert any("rank 1" in text for text, _ in results.values())
