@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from burst_attention.attention.footprint import LiveBytes
+from burst_attention.inference import ShardedCache, shard_weights
+from burst_attention.integrations import hf
 from burst_attention.planner.presets import preset
 from burst_train.forecast.models import Model
 from burst_train.forecast.request import Cluster, Device, ForecastRequest
@@ -75,3 +80,29 @@ def test_memory_of_a_prompt_is_at_most_what_is_predicted(strategy, dtype):
     found = max(over_ranks("llama", 2, use, make=lambda *both: made(*both, dtype), strategy=strategy))
     work = predicted("llama", 2, 2_048, 1, strategy, dtype).memory["work"]
     assert 0.9 * work <= found <= 1.05 * work
+
+
+def shared(name, tokens):
+    """Return a rank's bytes of weights, those sent in the first step, and the highest of a prompt's tensors."""
+    model = hf.parallelize(made(name, None), strategy=ZIGZAG)
+    shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    cache = ShardedCache(model.config)
+    ids = torch.randint(1, 250, (1, tokens), generator=torch.Generator().manual_seed(1))
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
+    with LiveBytes(*local) as live:
+        generate(model, cache, ids, max_new_tokens=1)
+    sent, weights = cache.sent, sum(x.nbytes for x in local)
+    generate(model, cache, torch.cat([ids, ids[:, :1]], 1), max_new_tokens=1)
+    return weights, cache.sent - sent, live.most - weights, cache.nbytes()
+
+
+@pytest.mark.parametrize(("name", "world"), [("llama", 2), ("qwen2", 3), ("qwen3", 2)])
+def test_shared_weights_are_those_predicted(pools, name, world):
+    cluster = Cluster(ranks=world, per_node=8, rates=preset("cpu"), device=Device())
+    model = Model.read(CONFIGS[name], name)
+    request = ForecastRequest(seq_len=600, cluster=cluster, model=model, dtype=torch.float32, strategy=ZIGZAG)
+    expected = served(request)[1]
+    done = pools(world).run(shared, name, 600)
+    assert max(weights for weights, *_ in done) == expected.memory["weights"]
+    assert max(sent for _, sent, *_ in done) == expected.sent
+    assert max(most - held for *_, most, held in done) <= 1.05 * expected.memory["work"]
