@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
-from burst_attention import Strategy
+from burst_attention import Mask, Strategy
 from burst_attention.attention.call import keep_attention
 from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
@@ -209,6 +209,13 @@ def test_blocks_are_counted_from_the_start_of_a_row():
         return lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, **batch)
 
     assert "counts blocks from the start of a row" in refused(call(position_ids=positions))
+
+    def prefixed(group):
+        ours = hf.parallelize(copy.deepcopy(model), group)
+        with hf.shards(ours, {"input_ids": ids}, mask=Mask(prefix=9)) as shard:
+            ours.model(**shard)
+
+    assert "lets queries see later keys" in refused(prefixed)
     assert "padding in front" in refused(call(attention_mask=mask))
 
 
@@ -278,12 +285,14 @@ def test_what_is_refused_by_name():
 def test_blocks_that_are_not_certain_are_refused_when_parallelized():
     """More blocks that are always chosen than are chosen: their scores are equal, and stock's order decides."""
     many, heads = make_indexed(BLOCKS, index_local_blocks=4), make_indexed(BLOCKS, index_n_heads=4)
+    both = make_indexed(BLOCKS, is_causal=False)  # its indexer hides later keys, whatever the configuration says
 
     def parallelized(model):
         return refused(lambda group: hf.parallelize(copy.deepcopy(model), group) and None)
 
     assert "index_local_blocks=4 of the configuration is more than index_topk_blocks=3" in parallelized(many)
     assert "index_n_heads=4 of the configuration is not num_key_value_heads=2" in parallelized(heads)
+    assert "is_causal=False of the configuration lets queries see later keys" in parallelized(both)
 
 
 def test_generation_on_one_rank_and_back():

@@ -169,8 +169,14 @@ def check_attend(attend: Callable[..., Any], options: Mapping[str, Any]) -> None
 
 
 def check_blocks(module: torch.nn.Module, plans: Any) -> None:
-    """Refuse packed documents for an indexer of blocks of keys."""
-    if Plans.of(plans).one.mask.cu_seqlens is not None:
+    """Refuse all masks but the causal one for an indexer of blocks of keys."""
+    mask = Plans.of(plans).one.mask
+    if not mask.causal or mask.prefix:
+        raise ValueError(
+            f"the mask {mask} lets queries see later keys, which the indexer of {type(module).__name__} never chooses; "
+            "use a causal mask"
+        )
+    if mask.cu_seqlens is not None:
         raise ValueError(
             f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks from the start "
             "of a row; give each document a row"

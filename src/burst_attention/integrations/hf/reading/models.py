@@ -84,6 +84,11 @@ def _check_blocks(body: Reading, config: Any) -> None:
     """Refuse an indexer of blocks of keys (MiniMax M3) whose choice is not certain, or not one for each key head."""
     for indexer in (part.module for part in body.of(Kind.INDEXER)):
         local, most = getattr(indexer, "local_blocks", 0), getattr(indexer, "topk_blocks", 0)
+        if most and getattr(config, "is_causal", True) is False:
+            raise ValueError(
+                "is_causal=False of the configuration lets queries see later keys, which the indexer of blocks never "
+                "chooses; leave it out"
+            )
         if local > most:
             raise ValueError(
                 f"index_local_blocks={local} of the configuration is more than index_topk_blocks={most}, so the order "
