@@ -47,7 +47,7 @@ demo: $(VENV)/.demo  ## train a small Llama on Python's sources over 2 local ran
 fast: $(VENV)/.ready  ## the unit tests but for Triton's interpreter: what to run after every edit
 	$(PYTEST) -q tests/unit --ignore tests/unit/test_triton.py
 
-test: $(VENV)/.ready  ## the everyday suite: about 10 minutes on two quiet cores
+test: $(VENV)/.ready  ## the everyday suite: about 15 minutes on two quiet cores
 	$(PYTEST)
 
 test-long: $(VENV)/.ready  ## the tests that repeat at length what the everyday suite touches
