@@ -127,8 +127,9 @@ def sampled(name):
 
 
 def test_a_seed_gives_the_text_of_one_process(pools):
+    model = made("llama", "eager")  # which draws from the same generator, if it is the first
     torch.manual_seed(3)
-    expected = one_process("llama", ids_of(80), **SAMPLED).sequences
+    expected = model.generate(ids_of(80), **GREEDY | SAMPLED).sequences
     assert all(torch.equal(each, expected) for each in pools(3).run(sampled, "llama"))
 
 
@@ -214,6 +215,7 @@ def refusals():
         lambda: shard_weights(other, mesh),
         lambda: shard_weights(made("llama"), mesh),
         lambda: copy.deepcopy(model),
+        lambda: hf.unparallelize(model),
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             use()
@@ -225,16 +227,59 @@ def test_every_rank_refuses_other_uses(pools):
     done = pools(2).run(refusals)
     for said, _ in done:
         texts = (
-            "is shared over 2 ranks by shard_weights",
+            "shard_weights has shared the weights of",
             "sharded already",
             "mesh has the ranks",
             "DeviceMesh of one",
         )
         for text, error in zip(
-            (*texts, "values: rank 0 has", "not parallelized", "can't be copied"), said, strict=True
+            (*texts, "values: rank 0 has", "not parallelized", "can't be copied", "load it again"), said, strict=True
         ):
             assert text in error
     check_equal([out for _, out in done], one_process("llama", ids_of(70)))
+
+
+CHANGES = {
+    "data": lambda x: x.data.mul_(1.5),
+    "rows": lambda x: x.data.to_local().mul_(1.5),
+    "rows of one rank": lambda x: x.data.to_local().mul_(1.5) if dist.get_rank() else None,
+}
+
+
+def assigned(model):
+    weights = {key: torch.clone(x) * 1.5 for key, x in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+
+
+def changed(change):
+    """Return what a second turn of a cache says after a change of the weights that no version counts."""
+    model, cache = shared_model("llama")
+    said = generate(model, cache, ids_of(70), max_new_tokens=4).sequences
+    if change == "assigned":
+        assigned(model)
+    else:
+        CHANGES[change](model.model.layers[0].mlp.down_proj._parameters["weight"])
+    with pytest.raises(ValueError) as caught:
+        generate(model, cache, said, max_new_tokens=4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "assigned"])
+def test_a_cache_does_not_continue_with_other_rows(pools, change):
+    errors = pools(2).run(changed, change)
+    assert "was changed since it filled the cache" in "".join(errors), errors
+
+
+def one_in_inference_mode():
+    model, cache = shared_model("llama")
+    with torch.inference_mode(dist.get_rank() == 1), pytest.raises(ValueError) as caught:
+        model(ids_of(70), cache=cache, logits_to_keep=1)
+    return str(caught.value)
+
+
+def test_ranks_agree_on_inference_mode(pools):
+    for error in pools(2).run(one_in_inference_mode):
+        assert "is_inference_mode_enabled" in error
 
 
 def wrongly_shared():

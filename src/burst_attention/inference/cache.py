@@ -87,7 +87,7 @@ class ShardedCache(DealtCache):
         self.failure: str | None = None
         self.strided = False
         # Versions of the weights of models that filled the cache, or will.
-        self._models: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._filling: Filling | None = None
         self._cut = 1  # over how many ranks tensor parallelism cut the model that filled the cache
         self._last = 0  # the layer of the last update
@@ -210,11 +210,19 @@ class ShardedCache(DealtCache):
         return cache
 
     def check(
-        self, model: Any, base: Plan, weights: Callable[[], dict[str, str]], *, argument: str, turn: bool
+        self,
+        model: Any,
+        base: Plan,
+        weights: Callable[[], dict[str, str]],
+        rows: Callable[[], dict[str, str]],
+        *,
+        argument: str,
+        turn: bool,
     ) -> None:
         """Refuse a model over another group, of another configuration or with other weights.
 
-        ``argument``: the keyword that passed the cache, for errors. ``turn``: sample the weights.
+        ``argument``: the keyword that passed the cache, for errors. ``turn``: sample the weights, and this rank's
+        ``rows`` of shared ones.
         """
         if self.failure is not None:
             raise ValueError(f"{argument} failed before ({self.failure}); make a new ShardedCache")
@@ -240,7 +248,9 @@ class ShardedCache(DealtCache):
                 f"cut over {cut}; make a new ShardedCache"
             )
         # How often each weight was written to; one that was made in inference mode has no count.
-        versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+        versions: dict[str, Any] = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+        if turn or model not in self._models:
+            versions |= {f"a row of {name}": digest for name, digest in rows().items()}
         before = self._models.get(model, versions)
         changed = [name for name in versions if before.get(name) != versions[name]]
         if changed:

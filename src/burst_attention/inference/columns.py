@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from burst_attention.attention.batch import weight_samples
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.integrations.hf.classes import become
 from burst_attention.integrations.hf.layers.dealt import Step
@@ -58,7 +59,7 @@ class Shared:
     layers: list[list[Any]]  # the modules of each decoder layer whose weights are shared
     around: list[Any] = field(default_factory=list)  # embedding and head
     filling: bool = False
-    _samples: dict[str, tuple[Tensor, int, str]] = field(default_factory=dict)  # weights, how often written to, digests
+    _samples: dict[str, tuple[Any, str, str]] = field(default_factory=dict)  # modules, digests of rows and of the whole
     _gathered: dict[int, _Gathering] = field(default_factory=dict)
     _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
     _lead: Any = None  # the module that computed last in a step, its input, and results that it left for others
@@ -83,13 +84,21 @@ class Shared:
 
     def keep(self, model: nn.Module, samples: Mapping[str, str]) -> None:
         """Keep the digests of those whole weights that the ranks now share."""
-        cut = {module._parameters["weight"] for module in self.modules}
-        weights = {name: x for name, x in model.named_parameters() if x in cut}
-        self._samples = {name: (x, x._version, samples[name]) for name, x in weights.items()}
+        cut = {module._parameters["weight"]: module for module in self.modules}
+        owners = {name: cut[x] for name, x in model.named_parameters() if x in cut}
+        self._samples = {name: (module, "", samples[name]) for name, module in owners.items()}
+        rows = self.rows()
+        self._samples = {name: (module, rows[name], samples[name]) for name, module in owners.items()}
+
+    def rows(self) -> dict[str, str]:
+        """Return digests of this rank's rows of shared weights. No version counts all writes to them."""
+        weights = {name: module._parameters["weight"] for name, (module, *_) in self._samples.items()}
+        return weight_samples((name, getattr(x, "_local_tensor", x)) for name, x in weights.items())
 
     def samples(self) -> dict[str, str]:
-        """Return the digests of shared weights that nobody has written to since."""
-        return {name: digest for name, (x, version, digest) in self._samples.items() if x._version == version}
+        """Return the digests of shared weights that have not changed since."""
+        rows = self.rows()
+        return {name: whole for name, (_, own, whole) in self._samples.items() if rows[name] == own}
 
     def has(self, module: Any) -> bool:
         """Return whether a module's weight is shared."""
@@ -103,6 +112,10 @@ class Shared:
             yield
             for gathering in self._gathered.values():
                 self._wait(gathering)
+        except BaseException as error:
+            if any(each.pending is not None for each in self._gathered.values()):  # messages are on their way
+                self.transport.health.fail("a prompt with shared weights", error)
+            raise
         finally:
             self.filling = False
             self._gathered, self._unused = {}, []
@@ -165,7 +178,7 @@ class Shared:
         same = self._input is not None and self._input[0] is x and self._input[1] == version >= 0
         if same and (out := self._ready.pop(module, None)) is not None:
             return out
-        lead, together = self._lead, module.burst_part.together
+        lead, together = self._lead, module.burst_part.together if version >= 0 else []
         if same and lead is not module and module not in lead.burst_part.together:
             lead.burst_part.together.append(module)  # from the next step on, they share an exchange
         modules = [module, *together]
@@ -201,7 +214,9 @@ class Shared:
     def looked_up(self, module: Any, ids: Tensor) -> Tensor:
         """Return the embeddings [..., E] of ids that every rank has. The rank with a token's row computes it."""
         rank, world, rows = self.transport.rank, self.transport.world, module.burst_part.rows
-        size = len(rows[0])
+        size, most = len(rows[0]), rows[-1].stop
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+            raise IndexError(f"{module.burst_part.name} has {most} rows, but gets ids {ids.min()} to {ids.max()}")
         with using(module, local(module)):
             own = module.stock_class.forward(module, (ids - rows[rank].start).clamp(0, len(rows[rank]) - 1))
         label = f"a step, the rows of {module.burst_part.name}"

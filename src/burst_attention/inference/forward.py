@@ -118,6 +118,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
             "logits_to_keep": call.keep,
             **call.cache.describe(),
         }
+        if model._burst.shared is not None:  # which exchanges a step has depends on it
+            fields["torch.is_inference_mode_enabled()"] = torch.is_inference_mode_enabled()
         details = {}
         if model._burst.passed is None:  # else generate has compared them
             own = model._burst.settings
@@ -176,7 +178,12 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
     cache.check(
-        model, state.plans.base, functools.partial(_samples, model), argument=argument, turn=state.passed is not None
+        model,
+        state.plans.base,
+        functools.partial(_samples, model),
+        functools.partial(_rows, model),
+        argument=argument,
+        turn=state.passed is not None,
     )
     return Fit(cache, body, heads.find_linear(model), _limits(model))
 
@@ -184,6 +191,11 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
 def _samples(model: Any) -> dict[str, str]:
     shared = model._burst.shared
     return weights_of(model) | ({} if shared is None else shared.samples())
+
+
+def _rows(model: Any) -> dict[str, str]:
+    shared = model._burst.shared
+    return {} if shared is None else shared.rows()
 
 
 def _limits(model: Any) -> tuple[int | None, int | None]:

@@ -118,7 +118,8 @@ def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
     for name, module in model.named_modules():
         around = inside.get(id(module), [])
         linear = type(module) is nn.Linear and (module is head or (around and not _is_used_apart(name, around)))
-        if (linear or (not around and _is_embedding(module))) and _is_plain(module, ranks):
+        alone = not around and not name.endswith(".base_layer")  # of an adapter, which may read its weight
+        if (linear or (alone and _is_embedding(module))) and _is_plain(module, ranks):
             found[name] = module
     return {name: module for name, module in found.items() if users[id(module.weight)] <= found.keys()}
 

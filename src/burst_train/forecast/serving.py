@@ -178,7 +178,9 @@ class Serving:
     def fewest_ranks(self) -> int | None:
         """Return the fewest ranks that hold the sequence; None if the memory is unknown, or no number does."""
         limit, most = self.q.limit, min(MOST_RANKS, self.q.seq_len - 1)
-        if limit is None or sum(self.memory(most).values()) > limit:
+        if limit is None or sum(self.memory(1).values()) <= limit:
+            return None if limit is None else 1
+        if sum(self.memory(most).values()) > limit:
             return None
         return 1 + bisect_left(range(1, most), True, key=lambda ranks: sum(self.memory(ranks).values()) <= limit)
 

@@ -219,7 +219,7 @@ def unparallelize(model: Model) -> Model:
         ``model``, which can be pickled again, by ``torch.save`` for example, unless :func:`tensor_parallel` cut it.
 
     Raises:
-        ValueError: ``model`` is not parallelized.
+        ValueError: ``model`` is not parallelized, or ranks share its weights.
     """
     base: Any = heads.base_of(model)
     if not isinstance(base, _Parallel):
@@ -228,6 +228,8 @@ def unparallelize(model: Model) -> Model:
             why = "around the parallelized model; pass that, such as DDP's model.module"
         raise ValueError(f"model is a {type(base).__name__} {why}")
     spread: Any = base
+    if spread._burst.shared is not None:
+        raise ValueError(f"shard_weights has shared the weights of {type(base).__name__} over ranks; load it again")
     stock_attention, left = spread._burst.stock_attention, spread._burst.left
     revert(spread, vision.Seam)
     revert(text_of(spread), Converted)
