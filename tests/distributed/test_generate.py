@@ -1,29 +1,36 @@
 """Generate over ranks: the tokens and logits of one process with transformers' own cache."""
 
 import copy
-import os
 import shutil
-import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.pool import WorkerPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
-from burst_attention import ExchangeError, Strategy
+from burst_attention import Strategy
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
-from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, model_of, over_ranks
+from tests.support.generating import (
+    GREEDY,
+    alone,
+    check_equal,
+    check_that_rank_1_is_named,
+    error_of_killing_rank_1,
+    generate,
+    ids_of,
+    labels_sent,
+    model_of,
+    over_ranks,
+)
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent mechanism that a cache holds
@@ -482,41 +489,15 @@ def test_an_altered_folder_is_refused(tmp_path, name):
     assert all("cache of another model" in said for said in over_ranks("mistral", 2, load))
 
 
-class _Dies:
-    """A streamer that ends its process after some tokens."""
-
-    def __init__(self, tokens):
-        self.left = tokens
-
-    def put(self, value):
-        self.left -= 1
-        if self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def end(self):
-        pass
-
-
 def dies_while_decoding():
     """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
     model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=5)
-    cache, streamer = ShardedCache(model.config, timeout=5), _Dies(4) if dist.get_rank() == 1 else None
-    started = time.monotonic()
-    try:
-        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=streamer)
-    except ExchangeError as error:
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
+    return error_of_killing_rank_1(model, ShardedCache(model.config, timeout=5))
 
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_named_in_time():
-    with WorkerPool(3, timeout=30) as pool:
-        results, errors, lost = pool.gather(dies_while_decoding, timeout=240)
-    assert set(lost) == {1} and not errors
-    for text, seconds in results.values():
-        assert "rank" in text and "has stopped" in text and seconds < 20
-    assert any("rank 1" in text for text, _ in results.values())
+    check_that_rank_1_is_named(dies_while_decoding)
 
 
 def with_sharded_weights(name, by_user, folder):
@@ -607,16 +588,7 @@ def test_a_decoding_step_costs_little_more_than_transformers():
 
 def test_a_decoding_step_sends_one_message_a_layer_and_one_to_agree(monkeypatch):
     """To each peer, over two ranks."""
-    labels = []
-    post = LocalTransport.post
-    monkeypatch.setattr(
-        LocalTransport,
-        "post",
-        lambda self, sends, *rest, **named: (
-            labels.extend((self.rank, named["label"]) for _ in sends),
-            post(self, sends, *rest, **named),
-        )[1],
-    )
+    labels = labels_sent(monkeypatch, LocalTransport)
 
     def use(model, cache):
         generate(model, cache, ids_of(80), max_new_tokens=2)

@@ -13,7 +13,7 @@ from burst_attention.inference.slots import Held, seen_keys
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.distributed.test_generate import SAMPLED, at_all_worlds, continued, padded, tokens_at_once
-from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, model_of, over_ranks
+from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, labels_sent, model_of, over_ranks
 from tests.support.indexed_models import COUNT, FAMILIES, Choices, noting_choices
 
 NEW = 12
@@ -144,16 +144,7 @@ def check_choice(ours, theirs, size):
 
 def test_a_step_sends_two_messages_a_full_layer_of_a_size_that_no_length_changes(monkeypatch):
     """A "shared" layer, the second, sends one. To each peer, over two ranks."""
-    labels = []
-    post = LocalTransport.post
-    monkeypatch.setattr(
-        LocalTransport,
-        "post",
-        lambda self, sends, *rest, **named: (
-            labels.extend((self.rank, named["label"]) for _ in sends),
-            post(self, sends, *rest, **named),
-        )[1],
-    )
+    labels = labels_sent(monkeypatch, LocalTransport)
 
     def use(model, empty):
         sent = []

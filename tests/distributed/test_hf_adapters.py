@@ -35,7 +35,7 @@ def trained(tuner, variant=None, case=CASE, late=False):
     """Return how far a step is from one process's and the largest norm of a gradient there, or the error message."""
     warnings.simplefilter("ignore")
     config, batch = config_of(tuner, variant), BATCHES[case]()
-    # Both are made anew: a copy would lose the hooks of OSF's parameters.
+    # Both are new models: a copy would lose the hooks of OSF's parameters.
     alone, base = (make_model("llama", "sdpa", dtype=torch.float32, use_cache=False) for _ in range(2))
     alone, strategy = adapted(alone, config).train(), fixed_strategy(tuner, *([] if late else [variant]))
     try:

@@ -1,27 +1,31 @@
 """Weights that ranks share by rows: the tokens of one process, and no weight moves in a step."""
 
 import copy
-import os
-import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.pool import WorkerPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from burst_attention import ExchangeError
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.transport import Transport
 from burst_attention.inference import ShardedCache, shard_weights, weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
-from tests.support.generating import GREEDY, check_equal, generate, ids_of, model_of
+from tests.support.generating import (
+    GREEDY,
+    check_equal,
+    check_that_rank_1_is_named,
+    error_of_killing_rank_1,
+    generate,
+    ids_of,
+    labels_sent,
+    model_of,
+)
 from tests.support.hf_models import WHOLE_HEADS
 
 NEW = 8
@@ -168,17 +172,12 @@ def counted(name):
     """Return bytes of a token, those predicted, the messages of the last step by label, and bytes of the prompt."""
     model, cache = shared_model(name)
     generate(model, cache, ids_of(80), max_new_tokens=3)
-    prompt, before, labels, post = model._burst.shared.transport.sent, cache.sent, list[str](), Transport.post
-
-    def noted(self, sends, *rest, **named):
-        labels.extend(named["label"] for _ in sends)
-        return post(self, sends, *rest, **named)
-
+    prompt, before = model._burst.shared.transport.sent, cache.sent
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(Transport, "post", noted)
+        labels = labels_sent(patch, Transport)
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
     held = sum(x.to_local().nbytes for x in model.parameters() if isinstance(x, DTensor))
-    return cache.sent - before, step_bytes(model), labels, prompt, held
+    return cache.sent - before, step_bytes(model), [label for _, label in labels], prompt, held
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -309,37 +308,10 @@ def test_weights_that_ranks_share_are_saved_whole(pools, tmp_path):
         assert torch.equal(loaded.state_dict()[key], x)
 
 
-class _Dies:
-    """A streamer that ends its process after some tokens."""
-
-    def __init__(self, tokens):
-        self.left = tokens
-
-    def put(self, value):
-        self.left -= 1
-        if self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def end(self):
-        pass
-
-
 def dies():
-    """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
-    model, cache = shared_model("llama", timeout=5)
-    started = time.monotonic()
-    try:
-        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=_Dies(4) if dist.get_rank() == 1 else None)
-    except ExchangeError as error:
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
+    return error_of_killing_rank_1(*shared_model("llama", timeout=5))
 
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_named_in_time():
-    with WorkerPool(3, timeout=30) as pool:
-        results, errors, lost = pool.gather(dies, timeout=240)
-    assert set(lost) == {1} and not errors
-    for text, seconds in results.values():
-        assert "rank" in text and "has stopped" in text and seconds < 20
-    assert any("rank 1" in text for text, _ in results.values())
+    check_that_rank_1_is_named(dies)

@@ -2,10 +2,16 @@
 
 import copy
 import functools
+import os
+import signal
+import time
 
 import torch
+import torch.distributed as dist
+from burst_bench.pool import WorkerPool
 from transformers import CONFIG_MAPPING
 
+from burst_attention import ExchangeError
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
@@ -98,3 +104,50 @@ def check_equal(outs, expected):
         found, right = torch.stack(out.logits), torch.stack(expected.logits)
         assert (found - right).abs().max() <= 1e-5
         assert torch.equal(found, torch.stack(outs[0].logits)), "ranks have other bits"
+
+
+def labels_sent(monkeypatch, transport):
+    """Return a list that gets (rank, label) of each message that a class of transports sends from now on."""
+    labels, post = [], transport.post
+
+    def noted(self, sends, *rest, **named):
+        labels.extend((self.rank, named["label"]) for _ in sends)
+        return post(self, sends, *rest, **named)
+
+    monkeypatch.setattr(transport, "post", noted)
+    return labels
+
+
+class _Dies:
+    """A streamer that ends its process after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self):
+        pass
+
+
+def error_of_killing_rank_1(model, cache):
+    """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
+    started, streamer = time.monotonic(), _Dies(4) if dist.get_rank() == 1 else None
+    try:
+        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=streamer)
+    except ExchangeError as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def check_that_rank_1_is_named(generates):
+    """Run ``generates``, which calls :func:`error_of_killing_rank_1`, over three processes."""
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(generates, timeout=240)
+    assert set(lost) == {1} and not errors
+    for text, seconds in results.values():
+        assert "rank" in text and "has stopped" in text and seconds < 20
+    assert any("rank 1" in text for text, _ in results.values())

@@ -254,8 +254,8 @@ class Trainer(TrainingState):
         waited = sum(waits) / len(waits) if waits else None
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
-        foretold = [record.bytes_predicted for record in records if record.bytes_predicted is not None]
-        predicted = sum(foretold) / len(foretold) if foretold else None
+        predictions = [record.bytes_predicted for record in records if record.bytes_predicted is not None]
+        predicted = sum(predictions) / len(predictions) if predictions else None
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
