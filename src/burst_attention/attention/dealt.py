@@ -39,25 +39,18 @@ class Seen:
     whole: bool = False  # whether every query sees every key
 
 
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """Which keys of this rank each query chose: int64 [B, C, Sq, count], -1 for none; C is 1 or Hkv."""
+def rows_held(indices: Tensor, places: Tensor) -> Tensor:
+    """Return which keys of this rank each query chose: int64 [B, C, Sq, count], -1 for none; C is 1 or Hkv.
 
-    at: Tensor
-
-    @classmethod
-    def of(cls, indices: Tensor, places: Tensor) -> Chosen:
-        """Return those of chosen positions that this rank holds.
-
-        Args:
-            indices: [B, Sq, count] or [B, Hkv, Sq, count], positions, negative for none.
-            places: int64 [S_own], of this rank's keys, ascending.
-        """
-        wanted = (indices.unsqueeze(1) if indices.dim() == 3 else indices).long()
-        if not len(places):
-            return cls(torch.full_like(wanted, -1))
-        at = torch.searchsorted(places, wanted).clamp_(max=len(places) - 1)
-        return cls(at.masked_fill_(places[at] != wanted, -1))
+    Args:
+        indices: [B, Sq, count] or [B, Hkv, Sq, count], positions, negative for none.
+        places: int64 [S_own], of this rank's keys, ascending.
+    """
+    wanted = (indices.unsqueeze(1) if indices.dim() == 3 else indices).long()
+    if not len(places):
+        return torch.full_like(wanted, -1)
+    at = torch.searchsorted(places, wanted).clamp_(max=len(places) - 1)
+    return at.masked_fill_(places[at] != wanted, -1)
 
 
 def choose_dealt(
@@ -118,16 +111,16 @@ def attend_dealt(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    among: Chosen | None = None,
+    among: Tensor | None = None,
     up: Tensor | None = None,
     label: str = "decoding",
 ) -> Tensor:
     """Compute exact attention of the same queries on every rank, over the keys of all ranks. Every rank must call it.
 
     q [B, Hq, Sq, D] is equal on all ranks; k, v [B, Hkv, S_own, ...] are this rank's, ``seen`` in the order of keys.
-    ``among``: attend to these keys alone. ``up`` [Hq, Dv, N] multiplies each rank's sum of values, before it is sent.
-    Returns [B, Hq, Sq, Dv or N] in q's dtype, with equal bits on all ranks; 0 for a query that sees no key. The ranks
-    don't compare their arguments: the caller agrees on a whole step of the model before.
+    ``among``, of :func:`rows_held`: attend to these keys alone. ``up`` [Hq, Dv, N] multiplies a rank's sum of values,
+    before it is sent. Returns [B, Hq, Sq, Dv or N] in q's dtype, with equal bits on all ranks; 0 for a query that sees
+    no key. The ranks don't compare their arguments: the caller agrees on a whole step of the model before.
     """
     if among is not None and softcap is not None:
         raise ValueError(f"softcap={softcap} is not supported where an indexer chooses keys; leave it out")
@@ -137,9 +130,9 @@ def attend_dealt(
         scale = 1 / math.sqrt(dims[0]) if scale is None else float(scale)
         if torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
-                out, lse = _partial(q, k, v, seen, kernel, scale, among, up)
+                out, lse = _own_part(q, k, v, seen, kernel, scale, among, up)
         else:
-            out, lse = _partial(q, k, v, seen, kernel, scale, among, up)
+            out, lse = _own_part(q, k, v, seen, kernel, scale, among, up)
     except BaseException as error:
         transport.health.fail(label, error)
         raise
@@ -155,21 +148,29 @@ def dealt_bytes(*, world: int, batch: int, queries: int, q_heads: int, v_head_di
     return (world - 1) * batch * q_heads * queries * (v_head_dim + 1) * accumulation_dtype(dtype).itemsize
 
 
-def _partial(
+def _own_part(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     seen: Sequence[Seen],
     kernel: Kernel,
     scale: float,
-    among: Chosen | None,
+    among: Tensor | None,
     up: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's (out, lse)."""
+    """Return this rank's (out, lse), as it is sent."""
+    if among is None:
+        out, lse = _partial(q, k, v, seen, kernel, scale)
+    else:
+        out, lse = _partial_of_chosen(q, k, v, seen, kernel, scale, among)
+    return (out if up is None else out @ up.to(out.dtype)), lse
+
+
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's (out, lse) of all keys."""
     dtype = accumulation_dtype(q.dtype)
-    if among is not None:
-        out, lse = _partial_of_chosen(q, k, v, seen, kernel, scale, among.at)
-        return (out if up is None else out @ up.to(dtype)), lse
     if len(seen) == 1 and seen[0].rows == slice(0, q.shape[0]):
         only = seen[0]
         if only.keys != slice(0, k.shape[2]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from burst_attention.attention.batch import Reach, digest_text
-from burst_attention.attention.dealt import Chosen, Seen, attend_dealt, choose_dealt
+from burst_attention.attention.dealt import Seen, attend_dealt, choose_dealt, rows_held
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf.layers.checks import UNSTATED
@@ -413,7 +413,7 @@ class ShardedCache(DealtCache):
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "up": up, "label": label}
         if isinstance(layer, IndexedLayer) != (indices is not None):
             raise ValueError(f"layer {self._last} attends to other keys than its configuration says; correct it")
-        chosen = None if indices is None else Chosen.of(indices, self._places(layer, now, q.device))
+        chosen = None if indices is None else rows_held(indices, self._places(layer, now, q.device))
         return attend_dealt(q, key, value, seen, self.transport, among=chosen, **how)
 
     def _choose(self, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:

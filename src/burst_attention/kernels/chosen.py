@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import accumulation_dtype, band_seen, blank_output, finite_lse
+from .contract import accumulation_dtype, blank_output, finite_lse
 
 NONE = torch.iinfo(torch.int64).min  # no candidate
 _LOW = (1 << 32) - 1
@@ -80,7 +80,7 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
             total = torch.mul(scores, factor, out=total) if head == 0 else total.addcmul_(scores, factor)
         joined = found.new_empty(q.shape[0], tile.rows, count + tile.columns)
         joined[..., :count] = found[:, 0, rows]
-        _hide(candidates(total, positions[columns], out=joined[..., count:]), tile)
+        _hide(candidates(total, positions[columns], out=joined[..., count:]), tile, NONE)
         found[:, 0, rows] = best(joined, count)
     return found
 
@@ -94,21 +94,21 @@ def choose_of_one(
         columns = _slices(tile)[1]
         scores = torch.relu_((q[:, :, 0].float() @ k[:, 0, columns].float().mT).mul_(scale))
         each = candidates(scores.mul_(weights).sum(1, keepdim=True), positions[columns])
-        _hide(each, tile)
+        _hide(each, tile, NONE)
         found[:, 0] = best(torch.cat([found[:, 0], each], -1), count)
     return found
 
 
-def _hide(found: Tensor, tile: Tile) -> None:
-    """Write NONE to candidates [B, rows, columns] of a tile where a query does not see a key."""
+def _hide(x: Tensor, tile: Tile, value: float) -> None:
+    """Write ``value`` to entries [..., rows, columns] of a tile where a query does not see a key."""
     first = max(0, tile.rows - 1 - tile.hi)
     last = max(first, 1 - tile.lo)  # all queries see the columns between
     for columns in (slice(0, first), slice(last, tile.columns)):
-        edge = found[..., columns]
+        edge = x[..., columns]
         if edge.numel():
-            places = torch.arange(columns.start, columns.stop, device=found.device)
-            distance = torch.arange(tile.rows, device=found.device).unsqueeze(1) - places
-            edge.masked_fill_((distance < tile.lo) | (distance > tile.hi), NONE)
+            places = torch.arange(columns.start, columns.stop, device=x.device)
+            distance = torch.arange(tile.rows, device=x.device).unsqueeze(1) - places
+            edge.masked_fill_((distance < tile.lo) | (distance > tile.hi), value)
 
 
 def _slices(tile: Tile) -> tuple[slice, slice]:
@@ -135,8 +135,7 @@ def choose_blocks(
     for tile in _blocks(tiles, _ROWS, _COLUMNS):
         rows, columns = _slices(tile)
         scores = q[:, :, rows].float() @ k[:, :, columns].float().mT
-        if not tile.full:
-            scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
+        _hide(scores, tile, -math.inf)
         numbers, at = torch.unique(positions[columns] // size, return_inverse=True)
         pooled = scores.new_full((*scores.shape[:3], len(numbers)), -math.inf)
         pooled.scatter_reduce_(-1, at.expand_as(scores), scores, "amax")

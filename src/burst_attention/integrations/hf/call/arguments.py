@@ -185,13 +185,17 @@ def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
     return given
 
 
-def check_labels(model: Any, given: Mapping[str, Any], rows: BatchRows) -> None:
-    """Refuse a call that asks for no result, or whose weights serve generation alone."""
+def check_weights(model: Any) -> None:
+    """Refuse a call of a model whose weights serve generation alone."""
     if model._burst.shared is not None:
         raise ValueError(
             f"shard_weights has shared the weights of {type(model).__name__} over ranks, for generation with a "
             "ShardedCache alone; pass cache=ShardedCache(model.config), or load the model again"
         )
+
+
+def check_labels(model: Any, given: Mapping[str, Any], rows: BatchRows) -> None:
+    """Refuse a call that asks for no result."""
     asked = given.get("logits_to_keep") or given.get("logits") or wanted_states(model, given) is not False
     if rows.targets is None and not asked and model._burst.form is not None and forwards.has_stock_forward(model):
         raise ValueError(

@@ -51,6 +51,7 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     with state.meeting.entering("the model"):
         given = arguments.named(model, args, kwargs)
         arguments.check_keywords(model, given)
+        arguments.check_weights(model)
         state.check_parts(model)
         structure.check_implementations(model, state.layers)
         own = arguments.runs_its_own(model, given)
@@ -207,6 +208,7 @@ def _agreed_on_shards(model: Any, batch: Any, mask: Mask | None) -> Call:
     state = model._burst
     with state.meeting.entering("hf.shards"):
         given = arguments.by_hand(model, batch, mask)
+        arguments.check_weights(model)
         state.check_parts(model)
         structure.check_implementations(model, state.layers)
         rows = rows_for(model, given)
