@@ -125,6 +125,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
             own = model._burst.settings
             fields, details = {**fields, **own.fields()}, own.details()
     meeting.agree("the model with a cache", fields, details=details, **SAME)
+    call.cache.open_lines()
     return call
 
 
