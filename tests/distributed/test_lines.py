@@ -77,7 +77,9 @@ def _flooded(count):
     """Both ranks send more than a socket's buffer takes before either waits."""
     transport, peer = _transport(), 1 - dist.get_rank()
     buffers = [torch.zeros(LIMIT, dtype=BYTES) for _ in range(count)]
-    sends = [transport.post([Send(peer, torch.full((LIMIT,), n, dtype=BYTES))], [], label="flood") for n in range(count)]
+    sends = [
+        transport.post([Send(peer, torch.full((LIMIT,), n, dtype=BYTES))], [], label="flood") for n in range(count)
+    ]
     for wait in sends:
         transport.wait(wait)  # the peer takes them by waiting for its own
     for n, x in enumerate(buffers):
@@ -91,7 +93,7 @@ def test_more_than_the_buffers_of_both_sides_take(pools):
 
 
 def _apart():
-    lines_module._host = lambda: str(dist.get_rank())  # each rank on a host of its own
+    lines_module.host = lambda: str(dist.get_rank())  # each rank on a host of its own
     transport = _transport()
     x, peer = torch.zeros(3), 1 - dist.get_rank()
     sends = [Send(peer, torch.full((3,), float(peer)))]
@@ -120,11 +122,14 @@ def _without_rank_1():
 def test_ranks_that_cannot_connect_keep_to_gloo(use):
     with WorkerPool(2, timeout=30) as pool:
         found = pool.run(use, timeout=120)
-    assert found == {
-        _apart: [(0, [0.0] * 3), (0, [1.0] * 3)],
-        _refused: [0, 0],
-        _without_rank_1: [0, 0],
-    }[use]
+    assert (
+        found
+        == {
+            _apart: [(0, [0.0] * 3), (0, [1.0] * 3)],
+            _refused: [0, 0],
+            _without_rank_1: [0, 0],
+        }[use]
+    )
 
 
 def test_a_stranger_is_no_rank():

@@ -211,7 +211,7 @@ def open_lines(agreement: Agreement) -> Lines:
     """Connect the ranks of each host; without lines if one of them can't. Every rank must call it."""
     rank, secret = agreement.transport.rank, secrets.token_hex(16)
     listener = _listener(f"burst-attention-{secret}")
-    own = [_host() if listener is not None else "", secret]
+    own = ["" if listener is None else host(), secret]
     every = agreement.agree("lines between the ranks of a host", {}, own)
     peers = [n for n, (host, _) in enumerate(every) if n != rank and host == own[0] != ""]
     ends: dict[int, socket.socket] = {}
@@ -234,10 +234,11 @@ def open_lines(agreement: Agreement) -> Lines:
     return lines
 
 
-def _host() -> str:
-    """Return what ranks that can connect share: the kernel's start, and the name space of its network."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
+def host() -> str:
+    """Return what ranks of one host share: the kernel's start and the name space of its network; "" if unknown."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return ""
 
 
 def _listener(name: str) -> socket.socket | None:
@@ -247,7 +248,6 @@ def _listener(name: str) -> socket.socket | None:
         listener.settimeout(OPENING)
         listener.bind(f"\0{name}")
         listener.listen(1024)
-        _host()
         return listener
     return None
 
