@@ -48,7 +48,7 @@ class _Message:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until the message is sent or here; RuntimeError if it can't be, or not in time."""
         if not self.done:
-            self.lines.finish(self, self.lines.patience() if timeout is None else timeout.total_seconds())
+            self.lines.finish(self, timeout)
 
 
 class _Line:
@@ -58,34 +58,44 @@ class _Line:
         self.end, self.failure = end, ""
         self.leaving: deque[tuple[memoryview, _Message]] = deque()
         self.wanted: dict[int, deque[_Message]] = {}  # by tag
-        self.early: dict[int, deque[bytearray]] = {}  # messages that came before they were wanted
-        self.head, self.got = bytearray(_HEAD.size), 0
-        self.body: memoryview | None = None  # what is left to read of a message
-        self.reading: _Message | tuple[int, bytearray] | None = None  # into its tensor; or early, a tag and bytes
+        self.early: dict[int, deque[bytes]] = {}  # messages that came before they were wanted
+        self.came = memoryview(bytearray(2 * (_HEAD.size + LIMIT)))
+        self.count = 0  # bytes of it
 
     def send(self, message: _Message, tag: int) -> None:
         """Send what the peer's buffer takes now."""
-        head, body = _HEAD.pack(tag, message.tensor.nbytes), _memory(message.tensor)
+        x = message.tensor
+        head, body = _HEAD.pack(tag, x.nbytes), (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
         sent = 0
-        if not self.leaving:
-            with suppress(BlockingIOError):
+        try:
+            if not self.leaving:
                 sent = self.end.sendmsg([head, body], [], _NOW)
-            if sent == len(head) + len(body):
-                message.done = True
-                return
-        self.leaving.append((memoryview(head + bytes(body))[sent:], message))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.failure = str(error)
+            return
+        if sent == len(head) + len(body):
+            message.done = True
+        else:
+            self.leaving.append((memoryview(head + bytes(body))[sent:], message))
 
     def receive(self, message: _Message, tag: int) -> None:
         """Take a message that came early, or the next one with this tag."""
         if early := self.early.get(tag):
-            self._check(tag, message, len(early[0]))
-            _memory(message.tensor)[:] = early.popleft()
-            message.done = True
-            return
-        self.wanted.setdefault(tag, deque()).append(message)
+            self._take(message, early.popleft(), tag)
+        else:
+            self.wanted.setdefault(tag, deque()).append(message)
 
-    def flush(self) -> bool:
-        """Send what waits; return whether anything was sent."""
+    def move(self) -> bool:
+        """Send what waits and read what has come; return whether anything moved."""
+        try:
+            return not self.failure and self._flush() | self._read()
+        except OSError as error:
+            self.failure = str(error)
+            return False
+
+    def _flush(self) -> bool:
         moved = False
         while self.leaving:
             view, message = self.leaving.popleft()
@@ -99,55 +109,43 @@ class _Line:
             message.done = moved = True
         return moved
 
-    def read(self) -> bool:
-        """Read what has come, at most to the end of a message; return whether anything has."""
+    def _read(self) -> bool:
         try:
-            if self.body is None:
-                count = self.end.recv_into(memoryview(self.head)[self.got :], 0, _NOW)
-                self.got += count
-                if count and self.got == len(self.head):
-                    self._begin(*_HEAD.unpack(self.head))
-                    self.got = 0
-            else:
-                count = self.end.recv_into(self.body, 0, _NOW)
-                self.body = self.body[count:]
+            count = self.end.recv_into(self.came[self.count :], 0, _NOW)
         except BlockingIOError:
             return False
         if not count:
             raise ConnectionResetError("the peer closed its connection")
-        if self.body is not None and not len(self.body):
-            self._end()
+        self.count, start = self.count + count, 0
+        while self.count - start >= _HEAD.size:
+            tag, size = _HEAD.unpack_from(self.came, start)
+            body = self.came[start + _HEAD.size : start + _HEAD.size + size]
+            if start + _HEAD.size + size > self.count:
+                break
+            if wanted := self.wanted.get(tag):
+                self._take(wanted.popleft(), body, tag)
+            else:
+                self.early.setdefault(tag, deque()).append(bytes(body))
+            start += _HEAD.size + size
+        self.count -= start
+        if self.count and start:
+            self.came[: self.count] = bytes(self.came[start : start + self.count])
         return True
 
-    def _begin(self, tag: int, size: int) -> None:
-        if wanted := self.wanted.get(tag):
-            self._check(tag, wanted[0], size)
-            self.reading = wanted.popleft()
-            self.body = _memory(self.reading.tensor)
-        else:
-            self.reading = tag, bytearray(size)
-            self.body = memoryview(self.reading[1])
-
-    def _end(self) -> None:
-        reading, self.body, self.reading = self.reading, None, None
-        if isinstance(reading, _Message):
-            reading.done = True
-        elif reading is not None:
-            tag, came = reading
-            self.early.setdefault(tag, deque()).append(came)
-            if wanted := self.wanted.get(tag):  # since the message began to come
-                self.receive(wanted.popleft(), tag)
-
-    def _check(self, tag: int, message: _Message, size: int) -> None:
-        if size != message.tensor.nbytes:
-            raise RuntimeError(f"a message of {size} bytes met a buffer of {message.tensor.nbytes} (tag {tag})")
+    def _take(self, message: _Message, body: bytes | memoryview, tag: int) -> None:
+        x = message.tensor
+        if len(body) != x.nbytes:
+            self.failure = f"a message of {len(body)} bytes met a buffer of {x.nbytes} (tag {tag})"
+            return
+        memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B")[:] = body
+        message.done = True
 
 
 class Lines:
     """The lines of one rank to the ranks of its host."""
 
     def __init__(self, ends: dict[int, socket.socket], patience: Callable[[], float]) -> None:
-        self.patience = patience  # returns the seconds that a wait without a timeout may take
+        self._patience = patience  # returns the seconds that a wait without a timeout may take
         self.lines = {peer: _Line(end) for peer, end in ends.items()}
         self._lock = threading.Lock()
 
@@ -160,34 +158,34 @@ class Lines:
         line = self.lines[peer]
         message = _Message(self, line, tensor)
         with self._lock:
-            self._guarded(line, lambda: (line.send if sends else line.receive)(message, tag))
+            (line.send if sends else line.receive)(message, tag)
         return message
 
-    def finish(self, message: _Message, seconds: float) -> None:
+    def finish(self, message: _Message, timeout: timedelta | None = None) -> None:
         """Move messages of all peers until this one is done: a peer may wait until its own are taken."""
         started, line = time.monotonic(), message.line
-        while not message.done:
+        while True:
             with self._lock:
-                moved = self._moved(line)
-            if message.done or moved:
+                moved = line.move()
+            if message.done:
+                return
+            if moved:
                 continue
             if line.failure:
                 raise RuntimeError(line.failure)
             waited = time.monotonic() - started
-            if waited > seconds:
-                raise RuntimeError("timed out")
             if waited < POLLED:
                 os.sched_yield()
-            else:
-                self._sleep(seconds - waited)
+                continue
+            left = (self._patience() if timeout is None else timeout.total_seconds()) - waited
+            if left <= 0:
+                raise RuntimeError("timed out")
+            self._sleep(left)
 
     def close(self) -> None:
         """Close all lines."""
         for line in self.lines.values():
             line.end.close()
-
-    def _moved(self, line: _Line) -> bool:
-        return self._guarded(line, lambda: line.flush() | line.read())
 
     def _sleep(self, seconds: float) -> None:
         """Wait until a line can be read, or written to where something waits; move what can move."""
@@ -197,14 +195,7 @@ class Lines:
             found.register(end, select.POLLIN | (select.POLLOUT if line.leaving else 0))
         for end, _ in found.poll(max(1, int(1e3 * min(seconds, 1.0)))):
             with self._lock:
-                self._moved(by_end[end])
-
-    def _guarded(self, line: _Line, move: Any) -> Any:
-        try:
-            return not line.failure and move()
-        except (OSError, RuntimeError) as error:
-            line.failure = str(error)
-            return False
+                by_end[end].move()
 
 
 def open_lines(agreement: Agreement) -> Lines:
@@ -282,8 +273,3 @@ def _check_user(end: socket.socket) -> None:
     found = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if found[1] != os.geteuid():
         raise PermissionError("another user's process")
-
-
-def _memory(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    return memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B")
