@@ -1,6 +1,7 @@
 """Weights that ranks share by rows: the tokens of one process, and no weight moves in a step."""
 
 import copy
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.transport import Transport
-from burst_attention.inference import ShardedCache, shard_weights, weights
+from burst_attention.inference import ShardedCache, in_place, shard_weights, weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
 from tests.support.generating import (
@@ -58,10 +59,13 @@ def one_process(name, ids, **options):
     return made(name, "eager").generate(ids, **GREEDY | {"max_new_tokens": NEW} | options)
 
 
-def shared_model(name, timeout=30):
-    """Return a model whose weights all ranks of this process's group share, and a cache for it."""
+def shared_model(name, timeout=30, *, apart=False):
+    """Return a model whose weights all ranks share, and a cache for it. ``apart``: as on a host for each rank."""
     model = hf.parallelize(made(name), strategy=WHOLE_HEADS, timeout=timeout)
-    shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    with pytest.MonkeyPatch.context() as patch:
+        if apart:
+            patch.setattr(in_place, "host", lambda: str(dist.get_rank()))
+        shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, ShardedCache(model.config, timeout=timeout)
 
 
@@ -73,10 +77,10 @@ def long(*case):
     return pytest.param(*case, marks=pytest.mark.long)
 
 
-def generated(name, count, rows):
+def generated(name, count, rows, apart):
     """Return a rank's tokens and logits; the share of matrices that it holds; those that FSDP2 shards."""
     whole = {key: x.numel() for key, x in made(name).named_parameters() if x.dim() > 1}
-    model, cache = shared_model(name)
+    model, cache = shared_model(name, apart=apart)
     held = {key: (x.to_local() if isinstance(x, DTensor) else x).numel() for key, x in model.named_parameters()}
     share = sum(held[key] for key in whole) / sum(whole.values())
     gathered = [key for key in whole if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
@@ -84,6 +88,7 @@ def generated(name, count, rows):
     return sendable(out), share, gathered, isinstance(model, FSDPModule)
 
 
+@pytest.mark.parametrize("apart", [False, long(True)])
 @pytest.mark.parametrize(
     ("name", "count", "rows", "world"),
     [
@@ -111,8 +116,8 @@ def generated(name, count, rows):
         long("minimax_m3_vl", 100, 1, 2),
     ],
 )
-def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world):
-    done = pools(world).run(generated, name, count, rows)
+def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world, apart):
+    done = pools(world).run(generated, name, count, rows, apart)
     check_equal([out for out, *_ in done], one_process(name, ids_of(count, rows)))
     for _, share, gathered, by_fsdp in done:
         assert share < 1.15 / world, "a rank holds more than its share"
@@ -168,9 +173,9 @@ def test_turns_pieces_and_a_saved_cache(pools, tmp_path, name):
         check_equal(pools(world).run(continued, name, tmp_path / "cache", longer, shares), expected)
 
 
-def counted(name):
+def counted(name, apart):
     """Return bytes of a token, those predicted, the messages of the last step by label, and bytes of the prompt."""
-    model, cache = shared_model(name)
+    model, cache = shared_model(name, apart=apart)
     generate(model, cache, ids_of(80), max_new_tokens=3)
     prompt, before = model._burst.shared.transport.sent, cache.sent
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -180,17 +185,21 @@ def counted(name):
     return cache.sent - before, step_bytes(model), [label for _, label in labels], prompt, held
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world):
+def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world, apart):
     of_layer = dealt_bytes(world=world, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
-    for sent, predicted, labels, prompt, held in pools(world).run(counted, "llama"):
+    for sent, predicted, labels, prompt, held in pools(world).run(counted, "llama", apart):
         assert sent == 2 * of_layer + predicted
         columns = [label for label in labels if label.startswith("a step, ")]
         layers = [f"the columns of model.layers.{n}.{part}" for n in range(2) for part in PARTS]
         expected = [f"a step, {each}" for each in ("the rows of model.embed_tokens", *layers, "the columns of lm_head")]
         assert columns == [label for label in expected for _ in range(world - 1)], "q, k and v share an exchange"
         assert sum(label.startswith("decoding") for label in labels) == 2 * (world - 1)
-        assert prompt < 2.5 * (world - 1) * held, "the prompt gathered a layer more than once"
+        if apart:
+            assert held / 2 < prompt < 2.5 * (world - 1) * held, "the prompt gathered a layer more than once"
+        else:
+            assert prompt < held / 2, "the prompt gathered weights that this host has"
 
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -261,6 +270,43 @@ def changed(change):
     with pytest.raises(ValueError) as caught:
         generate(model, cache, said, max_new_tokens=4)
     return str(caught.value)
+
+
+def assigned_anew(ranks):
+    """Return the logits of a prompt after some ranks got other weights, which lie elsewhere; or the error."""
+    model, cache = shared_model("llama")
+    weights = {key: torch.clone(x) * 1.5 for key, x in model.state_dict().items()}
+    if dist.get_rank() in ranks:
+        model.load_state_dict(weights, assign=True)
+    try:
+        return sendable(generate(model, cache, ids_of(70), max_new_tokens=NEW))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_prompt_reads_weights_that_were_assigned(pools):
+    other = made("llama", "eager")
+    other.load_state_dict({key: 1.5 * x for key, x in other.state_dict().items()})
+    expected = other.generate(ids_of(70), **GREEDY | {"max_new_tokens": NEW})
+    check_equal(pools(2).run(assigned_anew, (0, 1)), expected)
+    for error in pools(2).run(assigned_anew, (1,)):
+        assert "rows of shared weights in place" in error
+
+
+def without_room():
+    """Return whether a prompt reads rows in place where one rank has no memory for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(in_place, "_opened", lambda *_: os.open("/does not exist", os.O_RDONLY))
+        model, cache = shared_model("llama")
+    out = generate(model, cache, ids_of(70), max_new_tokens=NEW)
+    return model._burst.shared.in_place, sendable(out)
+
+
+def test_ranks_that_cannot_read_each_other_gather(pools):
+    done = pools(2).run(without_room)
+    assert not any(in_place for in_place, _ in done)
+    check_equal([out for _, out in done], one_process("llama", ids_of(70)))
 
 
 @pytest.mark.parametrize("change", [*CHANGES, "assigned"])

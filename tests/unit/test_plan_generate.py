@@ -61,7 +61,10 @@ def test_a_token_by_hand() -> None:
     assert sharded.step == pytest.approx(expected | {"exchange": 1 + 12 + sent / 10})
     for each in (whole, sharded):
         assert each.token == pytest.approx(sum(each.step.values())) and each.first > each.token
-    assert sharded.first > whole.first, "a prompt gathers shared weights"
+    assert sharded.prompt == whole.prompt, "CPUs of one host read weights in place"
+    assert sharded.memory["work"] == whole.memory["work"]
+    apart, gathering = served(request_of(per_node=1))
+    assert gathering.prompt > apart.prompt and gathering.memory["work"] > apart.memory["work"], "others gather them"
 
 
 def test_rows_that_ranks_do_not_divide_count_on_the_fullest() -> None:

@@ -80,6 +80,7 @@ class Health:
     measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
     marked: int = 0  # the call whose number was last sent beside its tensors, and those messages in flight
     marks: dict[tuple[type, int], tuple[Tensor, Any]] = field(default_factory=dict)
+    lines: Any = None  # :class:`.lines.Lines` for small messages, once they are open
 
     def note(self, what: int) -> int:
         """Add an event to the history; return the new history, which marks the event's messages."""
@@ -232,8 +233,11 @@ class Transport:
         return dist.batch_isend_irecv(batch)
 
     def _start_one(self, operation: Operation, tag: int) -> Any:
-        """Do what dist.isend and dist.irecv do on gloo, without their checks."""
-        start = self.group.send if isinstance(operation, Send) else self.group.recv
+        """Do what dist.isend and dist.irecv do on gloo, without their checks; or use a line to the peer."""
+        lines, sends = self.health.lines, isinstance(operation, Send)
+        if lines is not None and lines.carries(operation.tensor, operation.peer):
+            return lines.post(operation.tensor, operation.peer, tag, sends=sends)
+        start = self.group.send if sends else self.group.recv
         tensor = torch.view_as_real(operation.tensor) if operation.tensor.is_complex() else operation.tensor
         return start([tensor], operation.peer, tag)
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from burst_attention.attention.batch import Reach, digest_text
 from burst_attention.attention.dealt import Seen, attend_dealt, choose_dealt, rows_held
 from burst_attention.attention.plan import Plan
+from burst_attention.comm.lines import open_lines
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf.layers.checks import UNSTATED
 from burst_attention.integrations.hf.layers.dealt import DealtCache, Step
@@ -294,6 +296,12 @@ class ShardedCache(DealtCache):
                 f"{argument} holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
                 f"padding in front, but the call has {padding.tolist()}; a cache continues the rows that it began with"
             )
+
+    def open_lines(self) -> None:
+        """Connect the ranks of a host by lines, which steps of few tokens use. Every rank must call it."""
+        health = self.transport.health
+        if health.lines is None and isinstance(self.group, dist.ProcessGroup):
+            health.lines = open_lines(self.agreement)
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before a call."""

@@ -40,6 +40,7 @@ class Part:
     name: str
     layer: int | None  # the number of its decoder layer; None: outside of layers
     rows: tuple[range, ...]  # of the whole weight, by rank
+    in_place: list[Tensor] | None = None  # those rows, by rank, where this rank can read all of them
     together: list[Any] = field(default_factory=list)  # modules of the same input that this one's step computes too
 
 
@@ -59,6 +60,7 @@ class Shared:
     layers: list[list[Any]]  # the modules of each decoder layer whose weights are shared
     around: list[Any] = field(default_factory=list)  # embedding and head
     filling: bool = False
+    in_place: bool = False  # whether a prompt reads the rows of all ranks where they lie
     _samples: dict[str, tuple[Any, str, str]] = field(default_factory=dict)  # modules, digests of rows and of the whole
     _gathered: dict[int, _Gathering] = field(default_factory=dict)
     _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
@@ -74,11 +76,13 @@ class Shared:
         """The modules whose weights are shared."""
         return [*self.around, *(module for layer in self.layers for module in layer)]
 
-    def share(self, module: Any, name: str, layer: int | None, weight: nn.Parameter) -> None:
+    def share(
+        self, module: Any, name: str, layer: int | None, weight: nn.Parameter, in_place: list[Tensor] | None
+    ) -> None:
         """Let a module use rows of a shared weight from now on. A head keeps its class, which the loss asks for."""
         if isinstance(module, nn.Embedding) or layer is not None:
             become(module, _Embedding if isinstance(module, nn.Embedding) else _Linear)
-        vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world))
+        vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world), in_place)
         module._parameters["weight"] = weight
         (self.around if layer is None else self.layers[layer]).append(module)
 
@@ -104,6 +108,14 @@ class Shared:
         """Return whether a module's weight is shared."""
         return "burst_part" in vars(module)
 
+    def look_in_place(self) -> bool:
+        """Return whether this rank's rows are still where other ranks read them; someone may have assigned others."""
+        rank, parts = self.transport.rank, [(module, module.burst_part.in_place) for module in self.modules]
+        self.in_place = all(
+            rows is not None and local(module).data_ptr() == rows[rank].data_ptr() for module, rows in parts
+        )
+        return self.in_place
+
     @contextmanager
     def prefilling(self) -> Iterator[None]:
         """Gather whole weights inside this context, each layer's when it runs."""
@@ -120,14 +132,19 @@ class Shared:
             self.filling = False
             self._gathered, self._unused = {}, []
 
-    def whole(self, module: Any) -> Tensor:
-        """Return the whole weight of a module, and let the next layer's arrive."""
+    def rows_of_all(self, module: Any) -> list[Tensor]:
+        """Return the rows of a module's weight: by rank if they lie on this host, else gathered into one tensor."""
         part = module.burst_part
         if not self.filling:
             raise ValueError(
                 f"the weight of {part.name} is shared over {self.transport.world} ranks by shard_weights, which serves "
                 "generation with a ShardedCache alone; pass cache=ShardedCache(model.config), or load the model again"
             )
+        return part.in_place if self.in_place else [self._whole(module)]
+
+    def _whole(self, module: Any) -> Tensor:
+        """Return the whole weight of a module, and let the next layer's arrive."""
+        part = module.burst_part
         if part.layer is None:
             return self._wait(self._gather([module], part.name)).weights[module]
         gathering = self._layer(part.layer)
@@ -213,19 +230,11 @@ class Shared:
 
     def looked_up(self, module: Any, ids: Tensor) -> Tensor:
         """Return the embeddings [..., E] of ids that every rank has. The rank with a token's row computes it."""
-        rank, world, rows = self.transport.rank, self.transport.world, module.burst_part.rows
-        size, most = len(rows[0]), rows[-1].stop
-        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < most:
-            raise IndexError(f"{module.burst_part.name} has {most} rows, but gets ids {ids.min()} to {ids.max()}")
-        with using(module, local(module)):
-            own = module.stock_class.forward(module, (ids - rows[rank].start).clamp(0, len(rows[rank]) - 1))
-        label = f"a step, the rows of {module.burst_part.name}"
-        every = self.transport.all_to_all([own] * world, [len(own)] * world, label=label)
-        owner = ids // size
-        out = every[0]
-        for n in range(1, world):
-            out = torch.where((owner == n).unsqueeze(-1), every[n], out)
-        return out
+        part, world = module.burst_part, self.transport.world
+        _check_ids(part, ids)
+        own = _looked_up(module, ids, part.rows[self.transport.rank], local(module))
+        every = self.transport.all_to_all([own] * world, [len(own)] * world, label=f"a step, the rows of {part.name}")
+        return _of_owners(part, ids, every)
 
     def step_bytes(self, batch: int) -> int:
         """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
@@ -252,7 +261,18 @@ class _Linear(nn.Module):
                     "weights"
                 )
             return shared.product(self, x)
-        return F.linear(x, shared.whole(self), self._parameters["bias"])
+        bias, parts = self._parameters["bias"], shared.rows_of_all(self)
+        if len(parts) == 1:
+            return F.linear(x, parts[0], bias)
+        flat = x.reshape(-1, x.shape[-1])
+        out = flat.new_empty(len(flat), self.burst_part.rows[-1].stop)
+        for rows, weight in zip(self.burst_part.rows, parts, strict=True):
+            columns = out[:, rows.start : rows.stop]  # the product goes there, without a copy
+            if bias is None:
+                torch.mm(flat, weight.t(), out=columns)
+            else:
+                torch.addmm(bias[rows.start : rows.stop], flat, weight.t(), out=columns)
+        return out.view(*x.shape[:-1], -1)
 
 
 class _Embedding(nn.Module):
@@ -265,8 +285,34 @@ class _Embedding(nn.Module):
         shared = self.burst_part.shared
         if isinstance(RUNNING.plans, Step):
             return shared.looked_up(self, ids)
-        with using(self, shared.whole(self)):
-            return self.stock_class.forward(self, ids)
+        parts = shared.rows_of_all(self)
+        if len(parts) == 1:
+            with using(self, parts[0]):
+                return self.stock_class.forward(self, ids)
+        _check_ids(self.burst_part, ids)
+        every = [_looked_up(self, ids, *each) for each in zip(self.burst_part.rows, parts, strict=True)]
+        return _of_owners(self.burst_part, ids, every)
+
+
+def _check_ids(part: Part, ids: Tensor) -> None:
+    most = part.rows[-1].stop
+    if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+        raise IndexError(f"{part.name} has {most} rows, but gets ids {ids.min()} to {ids.max()}")
+
+
+def _looked_up(module: Any, ids: Tensor, rows: range, weight: Tensor) -> Tensor:
+    """Return what an embedding that has these rows alone looks up; other ids give any of them."""
+    with using(module, weight):
+        out: Tensor = module.stock_class.forward(module, (ids - rows.start).clamp(0, len(rows) - 1))
+    return out
+
+
+def _of_owners(part: Part, ids: Tensor, every: Sequence[Tensor]) -> Tensor:
+    """Return each id's embedding of those of every rank: that of the rank which has its row."""
+    owner, out = ids // len(part.rows[0]), every[0]
+    for n in range(1, len(every)):
+        out = torch.where((owner == n).unsqueeze(-1), every[n], out)
+    return out
 
 
 @contextmanager
@@ -292,11 +338,14 @@ def local(module: Any) -> Tensor:
     return own
 
 
-def cut_weight(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return this rank's rows of a weight as a DTensor, in memory of their own, on the mesh's device."""
+def cut_weight(weight: nn.Parameter, mesh: DeviceMesh, own: Tensor | None = None) -> nn.Parameter:
+    """Return this rank's rows of a weight as a DTensor, in memory of their own, on the mesh's device; or in ``own``."""
     rows = rows_of(weight.shape[0], mesh.size())[mesh.get_local_rank()]
     part = weight.detach()[rows.start : rows.stop]
-    own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    if own is None:
+        own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    else:
+        own.copy_(part)
     shape: dict[str, Any] = {"shape": weight.shape, "stride": (weight.shape[1], 1)}
     return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
 

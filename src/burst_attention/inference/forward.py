@@ -118,13 +118,16 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
             "logits_to_keep": call.keep,
             **call.cache.describe(),
         }
-        if model._burst.shared is not None:  # which exchanges a step has depends on it
+        if (shared := model._burst.shared) is not None:  # which exchanges a call has depends on both
             fields["torch.is_inference_mode_enabled()"] = torch.is_inference_mode_enabled()
+            if call.ids.shape[1] > 1:
+                fields["rows of shared weights in place"] = shared.look_in_place()
         details = {}
         if model._burst.passed is None:  # else generate has compared them
             own = model._burst.settings
             fields, details = {**fields, **own.fields()}, own.details()
     meeting.agree("the model with a cache", fields, details=details, **SAME)
+    call.cache.open_lines()
     return call
 
 

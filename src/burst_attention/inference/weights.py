@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import digest_text, weight_samples
 from burst_attention.attention.plan import Plan
+from burst_attention.comm.agreement import Agreement
 from burst_attention.integrations.hf.call.heads import base_of
 from burst_attention.integrations.hf.layers.indexed import Indexer
 from burst_attention.integrations.hf.reading import known
@@ -26,6 +27,7 @@ from burst_attention.integrations.hf.reading.attached import hooks_of
 from burst_attention.integrations.hf.tensor import axis
 
 from .columns import Shared, cut_weight, rows_of, transport_for
+from .in_place import Room, open_rooms
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
@@ -68,13 +70,17 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     state.meeting.agree("shard_weights", {"names": names, "values": values}, remedy=remedy)
     state.shared = Shared(transport_for(state.plans.base.transport), [[] for _ in layers])
     numbers = {id(part): n for n, layer in enumerate(layers) for part in layer.modules()}
-    cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    rooms, rank = _rooms(modules.values(), mesh, state.plans.base.agreement), mesh.get_local_rank()
+    cut: dict[int, tuple[nn.Parameter, list[Tensor] | None]] = {}  # tied weights stay tied
     for name, module in modules.items():
-        if id(module.weight) not in cut:
-            cut[id(module.weight)] = cut_weight(module.weight, mesh)
-        state.shared.share(module, name, numbers.get(id(module)), cut[id(module.weight)])
+        weight = module.weight
+        if id(weight) not in cut:
+            rows = zip(rooms or [], rows_of(len(weight), mesh.size()), strict=rooms is not None)
+            parts = [room.take((len(each), weight.shape[1]), weight.dtype) for room, each in rows] or None
+            cut[id(weight)] = cut_weight(weight, mesh, None if parts is None else parts[rank]), parts
+        state.shared.share(module, name, numbers.get(id(module)), *cut[id(weight)])
     state.shared.keep(base, samples)
-    ours = {*cut.values()}
+    ours = {weight for weight, _ in cut.values()}
     if mesh.size() == 1 or all(x in ours or x.dim() < 2 for x in model.parameters()):
         model.to(mesh.device_type)  # what is left is small
         return
@@ -101,6 +107,16 @@ def _check_ranks(plan: Plan, mesh: Any) -> None:
         ranks = dist.get_process_group_ranks(group)
     if mesh.mesh.tolist() != ranks:
         raise ValueError(f"mesh has the ranks {mesh.mesh.tolist()}, hf.parallelize {ranks}; pass a mesh over the same")
+
+
+def _rooms(modules: Iterable[Any], mesh: DeviceMesh, agreement: Agreement) -> list[Room] | None:
+    """Return memory of all ranks for their rows of the modules' weights; None where they can't read each other's."""
+    weights = {id(module.weight): module.weight for module in modules}
+    if not weights or mesh.device_type != "cpu":
+        return None
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    rows = [(len(rows_of(len(x), ranks)[rank]), x) for x in weights.values()]
+    return open_rooms(agreement, [count * x[0].nbytes for count, x in rows])
 
 
 def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ rank has 1/W of each matrix's rows (``shard_weights``). In a step, every rank ha
                  projection, MLP            with shared weights: three more exchanges of columns
     head         the logits                 with shared weights: an exchange of columns; the embedding's rows before
 
-A prompt is one forward on shards. With shared weights each layer is gathered while the layer before it computes.
+A prompt is one forward on shards. With shared weights each layer is gathered while the layer before it computes; CPUs
+of one host read each other's rows in place.
 """
 
 from __future__ import annotations
@@ -108,6 +109,11 @@ class Serving:
         return not name.startswith("cpu") if measured is None else measured.device != "cpu"
 
     @property
+    def _gathers(self) -> bool:
+        """Whether a prompt gathers weights."""
+        return self.shared and (self._on_gpu or self.q.cluster.nodes > 1)
+
+    @property
     def _read_rate(self) -> float:
         """Bytes of weights, keys and values that a rank reads per second, if all ranks do so."""
         cluster = self.q.cluster
@@ -161,7 +167,7 @@ class Serving:
         wide = max(8 * m.hidden, 3 * q.io * m.intermediate, q.io * (m.q_width + 2 * m.kv_width) + self._attention)
         work = round(tokens * (q.io * (4 * m.hidden + 2 * m.head_dim) + wide))
         gathered = 0
-        if self.shared and ranks > 1:  # a layer and the next one; before them, the embedding
+        if self._gathers and ranks > 1:  # a layer and the next one; before them, the embedding
             gathered = max(2 * m.layer_size * q.io, m.vocabulary * m.hidden * q.io - work)
         cache = self.cache(ranks)
         grown = cache // m.layers  # keys and values of a layer are copied when they need more room
@@ -189,7 +195,7 @@ class Serving:
         """Seconds of a forward of all tokens on shards, with what it does not hide of gathered weights."""
         attention = sum(count * call.forward.seconds for count, call in self.prompt.calls)
         seconds, m, cluster = attention + self.q.forward_seconds(), self.q.model, self.q.cluster
-        if not self.shared:
+        if not self._gathers:
             return seconds
         layers = exchange(m.layers_size * self.q.io // cluster.ranks, cluster)
         return max(seconds, layers) + exchange(m.vocabulary * m.hidden * self.q.io // cluster.ranks, cluster)

@@ -1,0 +1,194 @@
+"""Lines between the ranks of a host carry small messages as gloo does."""
+
+import os
+import random
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from burst_bench.pool import WorkerPool
+
+from burst_attention.comm import lines as lines_module
+from burst_attention.comm.lines import LIMIT, Lines, open_lines
+from burst_attention.comm.link import connect
+from burst_attention.comm.transport import ExchangeError, Receive, Send
+
+BYTES = torch.uint8
+
+
+def _transport(timeout=None):
+    """Return a transport of all ranks, with lines."""
+    transport, agreement = connect(dist.group.WORLD, timeout)
+    if transport.health.lines is None:
+        transport.health.lines = open_lines(agreement)
+    return transport
+
+
+def _content(source, target, number, size):
+    generator = torch.Generator().manual_seed(source + 10 * target + 100 * number)
+    return torch.randint(256, (size,), dtype=BYTES, generator=generator)
+
+
+def _drawn(seed, sizes):
+    """Exchange messages of drawn sizes, in orders that differ between the two sides; return what came wrong."""
+    transport, draw = _transport(), random.Random(seed)
+    rank, world, carried, wrong = dist.get_rank(), dist.get_world_size(), 0, []
+    pending = []
+    for number in range(40):
+        tag = draw.randrange(3)
+        chosen = {(a, b): draw.choice(sizes) for a in range(world) for b in range(world) if a != b}
+        buffers = {a: torch.zeros(size, dtype=BYTES) for (a, b), size in chosen.items() if b == rank}
+        sends = [Send(b, _content(a, b, number, size)) for (a, b), size in chosen.items() if a == rank]
+        receives = [Receive(a, x) for a, x in buffers.items()]
+        carried += sum(transport.health.lines.carries(each.tensor, each.peer) for each in sends)
+        transport.tag = tag
+        orders = [(sends, receives), (sends, []), ([], receives)]
+        parts = orders[:1] if draw.random() < 0.5 else orders[1:][:: 1 if rank % 2 else -1]
+        labels = [transport.post(*part, label=f"exchange {number}") for part in parts]
+        pending.append((number, labels, buffers, chosen))
+        if draw.random() < 0.4:
+            wrong += _finished(transport, pending, rank)
+    return carried, wrong + _finished(transport, pending, rank)
+
+
+def _finished(transport, pending, rank):
+    wrong = []
+    for number, waits, buffers, chosen in pending:
+        for wait in waits:
+            transport.wait(wait)
+        for source, x in buffers.items():
+            if not torch.equal(x, _content(source, rank, number, chosen[source, rank])):
+                wrong.append((number, source))
+    pending.clear()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sizes", [(1, 7, 300), (1, LIMIT - 1, LIMIT, LIMIT + 1), (LIMIT,)])
+def test_messages_arrive_whatever_their_sizes_tags_and_order(pools, world, sizes):
+    for carried, wrong in pools(world).run(_drawn, 5, sizes):
+        assert carried and not wrong
+
+
+def _flooded(count):
+    """Both ranks send more than a socket's buffer takes before either waits."""
+    transport, peer = _transport(), 1 - dist.get_rank()
+    buffers = [torch.zeros(LIMIT, dtype=BYTES) for _ in range(count)]
+    sends = [
+        transport.post([Send(peer, torch.full((LIMIT,), n, dtype=BYTES))], [], label="flood") for n in range(count)
+    ]
+    for wait in sends:
+        transport.wait(wait)  # the peer takes them by waiting for its own
+    for n, x in enumerate(buffers):
+        transport.wait(transport.post([], [Receive(peer, x)], label="flood"))
+        assert (x == n).all()
+    return transport.sent
+
+
+def test_more_than_the_buffers_of_both_sides_take(pools):
+    assert pools(2).run(_flooded, 40) == [40 * LIMIT] * 2
+
+
+def _apart():
+    lines_module.host = lambda: str(dist.get_rank())  # each rank on a host of its own
+    transport = _transport()
+    x, peer = torch.zeros(3), 1 - dist.get_rank()
+    sends = [Send(peer, torch.full((3,), float(peer)))]
+    transport.wait(transport.post(sends, [Receive(peer, x)], label="apart"))
+    return len(transport.health.lines.lines), x.tolist()
+
+
+def _refused():
+    lines_module.OPENING = 1.0
+    lines_module._check_user = _raise  # the kernel says that another user holds the other end
+    transport = _transport()
+    return len(transport.health.lines.lines)
+
+
+def _raise(_):
+    raise PermissionError
+
+
+def _without_rank_1():
+    if dist.get_rank() == 1:
+        lines_module._listener = lambda _: None
+    return len(_transport().health.lines.lines)
+
+
+@pytest.mark.parametrize("use", [_apart, _refused, _without_rank_1])
+def test_ranks_that_cannot_connect_keep_to_gloo(use):
+    with WorkerPool(2, timeout=30) as pool:
+        found = pool.run(use, timeout=120)
+    assert (
+        found
+        == {
+            _apart: [(0, [0.0] * 3), (0, [1.0] * 3)],
+            _refused: [0, 0],
+            _without_rank_1: [0, 0],
+        }[use]
+    )
+
+
+def test_a_stranger_is_no_rank():
+    listener = lines_module._listener("burst-attention-test-of-strangers")
+    secrets = [["host", "a" * 32], ["host", "b" * 32]]
+    with listener:
+        for text in (b"hello", b"b" * 32 + b"        7", b"c" * 32 + b"        1", b"b" * 32 + b"        1"):
+            caller = socket.socket(socket.AF_UNIX)
+            caller.connect("\0burst-attention-test-of-strangers")
+            caller.sendall(text)
+        rank, end = lines_module._taken(listener, secrets)
+        end.close()
+    assert rank == 1
+
+
+def _waits_for_rank_1(signal_number):
+    transport = _transport(3.0)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal_number)
+    started = time.monotonic()
+    try:
+        transport.wait(transport.post([], [Receive(1, torch.zeros(3))], label="the wait"))
+    except ExchangeError as error:
+        return error.peer, "the wait" in str(error), time.monotonic() - started
+    return None
+
+
+def test_a_rank_that_ends_is_named_at_once():
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(_waits_for_rank_1, signal.SIGKILL, timeout=120)
+    assert set(lost) == {1} and not errors
+    assert all((peer, named) == (1, True) and seconds < 2.5 for peer, named, seconds in results.values())
+
+
+def _outlasts(_):
+    transport = _transport(1.0)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return None
+    started = time.monotonic()
+    try:
+        transport.wait(transport.post([], [Receive(1, torch.zeros(3))], label="the wait"))
+    except ExchangeError as error:
+        return error.peer, "timed out" in str(error), time.monotonic() - started
+    return None
+
+
+def test_a_rank_that_sends_nothing_is_named_by_the_deadline():
+    with WorkerPool(2, timeout=30) as pool:
+        (peer, named, seconds), _ = pool.run(_outlasts, None, timeout=120)
+    assert (peer, named) == (1, True) and 1.0 <= seconds < 3.0
+
+
+def test_a_message_of_another_size_is_an_error():
+    ends = socket.socketpair()
+    one, two = (Lines({1 - n: end}, lambda: 5.0) for n, end in enumerate(ends))
+    one.post(torch.zeros(4), 1, 7, sends=True).wait()
+    with pytest.raises(RuntimeError, match="a message of 16 bytes met a buffer of 12"):
+        two.post(torch.zeros(3), 0, 7, sends=False).wait()
+    for each in (one, two):
+        each.close()
