@@ -199,7 +199,7 @@ class PassModel(PassSpec):
         folded = queries * (shape.batch * shape.q_heads / groups.query)
         folded = folded * (shape.v_head_dim if forward else shape.head_dim)
         if not forward:
-            folded = folded + keys * (shape.batch * shape.kv_heads / groups.key) * (shape.head_dim + shape.v_head_dim)
+            folded = folded + keys * (shape.batch * shape.kv_heads / groups.key) * shape.key_width
         seconds = self._by_step(self.traffic.computed(groups, extra.block)) * self._per_cell
         seconds += launches * (extra.launch_forward if forward else extra.launch_backward)
         seconds += visits * extra.visit + folded * shape.accumulate / extra.fold

@@ -27,7 +27,7 @@ from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
 from ..run.metrics import StepRecord, Summary
 from ..strategies import Heads, choose
-from ..structure import indexer_of, windows_of
+from ..structure import windows_of
 from .evaluate import token_losses
 from .model import batch_of, build_model, model_config, model_in, ranks_of_heads
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
@@ -74,8 +74,8 @@ class Trainer(TrainingState):
             lora=config.model.lora,
             tensor=context.tensor_mesh,
         )
-        self.chooses = indexer_of(self.model) is not None  # the plans don't count what is sent for chosen keys
-        self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config)
+        self.indexed = hf.indexed_layers(model_in(self.model)) if self._posts else []
+        self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config, self.indexed)
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
@@ -163,7 +163,7 @@ class Trainer(TrainingState):
         """Tokens that one step reads over all ranks."""
         return self.config.sequences_per_step * self.config.data.seq_len
 
-    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int | None]:
+    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
         """Accumulate the gradient of the mean loss over a step's sequences; return the loss and the bytes predicted."""
         self.watch.enter("forward")
         self._agree_on(sequences)
@@ -179,8 +179,8 @@ class Trainer(TrainingState):
             part_loss.backward()
             self.watch.enter("forward")
             loss += part_loss.item()
-            predicted += 0 if self.chooses else self._predict_sent(batch[0].cu_seqlens)
-        return self.context.sum_over_groups(loss), None if self.chooses else predicted
+            predicted += self._predict_sent(batch[0].cu_seqlens)
+        return self.context.sum_over_groups(loss), predicted
 
     def _forward(self, batch: Mapping[str, Tensor], num_valid: int) -> Tensor:
         """Return the batch's part of the mean loss over ``num_valid`` tokens."""
@@ -254,8 +254,7 @@ class Trainer(TrainingState):
         waited = sum(waits) / len(waits) if waits else None
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
-        predictions = [record.bytes_predicted for record in records if record.bytes_predicted is not None]
-        predicted = sum(predictions) / len(predictions) if predictions else None
+        predicted = sum(record.bytes_predicted for record in records) / len(records) if records else None
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
@@ -315,6 +314,7 @@ class Trainer(TrainingState):
         else:
             layers = [self.plan] * len(self.windows)
         rows = self.config.micro_batch[0]
-        forward, backward = self.sharing.sent(layers, self.own_heads, batch=rows, dtype=self.dtype)
+        sizes = {"batch": rows, "dtype": self.dtype, "indexed": self.indexed}
+        forward, backward = self.sharing.sent(layers, self.own_heads, **sizes)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward
