@@ -96,13 +96,20 @@ class Indexed:
 
     def attention(self, like: Shape) -> Shape:
         """Return the shape of the attention, with the batch and the bytes per element of ``like``."""
-        sizes = {name: getattr(self, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "inside")}
-        return replace(like, **sizes, beside=POSITION)
+        sizes = {name: getattr(self, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}
+        return replace(like, **sizes, inside=self.inside, beside=POSITION)
 
     def choice(self, like: Shape) -> Shape:
         """Return the shape of the choice, likewise: a forward in which the indexer's keys circulate."""
-        sizes = {"q_heads": self.index_heads, "kv_heads": 1, "head_dim": self.index_dim, "v_head_dim": 0}
-        return replace(like, **sizes, beside=POSITION, io=max(like.io, 4) if self.wide else like.io)
+        return replace(
+            like,
+            q_heads=self.index_heads,
+            kv_heads=1,
+            head_dim=self.index_dim,
+            v_head_dim=0,
+            io=max(like.io, 4) if self.wide else like.io,
+            beside=POSITION,
+        )
 
 
 @dataclass(frozen=True)

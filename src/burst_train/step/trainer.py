@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -314,7 +315,7 @@ class Trainer(TrainingState):
         else:
             layers = [self.plan] * len(self.windows)
         rows = self.config.micro_batch[0]
-        sizes = {"batch": rows, "dtype": self.dtype, "indexed": self.indexed}
+        sizes: dict[str, Any] = {"batch": rows, "dtype": self.dtype, "indexed": self.indexed}
         forward, backward = self.sharing.sent(layers, self.own_heads, **sizes)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward
