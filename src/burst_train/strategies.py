@@ -11,8 +11,9 @@ import torch
 
 from burst_attention import CallShape, Hardware, Plan, Strategy, make_plan
 from burst_attention.attention import chosen_bytes
-from burst_attention.plan.cost import Indexed, Traffic
+from burst_attention.plan.cost import Traffic
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import NAMED, strategy_of
 from burst_attention.planner.planner import Remat

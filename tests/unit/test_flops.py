@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from burst_attention.plan.cost import Indexed
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.mask import Mask
 from burst_train.data.sequences import TokenSequence
 from burst_train.health.flops import ModelFlops, peak_of, seen_pairs

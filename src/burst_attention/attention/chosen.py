@@ -23,7 +23,8 @@ from ..kernels import chosen
 from ..kernels.contract import accumulation_dtype, converted, finite_lse
 from ..kernels.reference import Reference
 from ..plan.assignment import KEYS_CIRCULATE
-from ..plan.cost import Indexed, Traffic
+from ..plan.cost import Traffic
+from ..plan.indexed import Indexed
 from ..plan.program import Program
 from ..plan.rows import Direction, Side
 from ..plan.tile import Tiles

@@ -14,6 +14,7 @@ from .assignment import KEYS_CIRCULATE, circulating
 from .build import Builder
 from .demand import PassSpec
 from .groups import WHOLE, Groups
+from .indexed import Indexed
 from .layout import Layout, digest
 from .mask import Mask
 from .program import Program
@@ -150,7 +151,7 @@ class Schedule:
                 counts.append(sum(shape.edge_bytes(edge, direction, groups) for edge in own))
         return cost.Traffic(*counts)
 
-    def indexed_traffic(self, call: cost.Indexed, like: cost.Shape) -> cost.Traffic:
+    def indexed_traffic(self, call: Indexed, like: cost.Shape) -> cost.Traffic:
         """Return the bytes of an attention to chosen keys, and of the choice, which has no backward."""
         attention = self.traffic(call.attention(like), KEYS_CIRCULATE)
         if not call.chooses:

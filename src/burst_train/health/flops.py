@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from burst_attention.attention import Reach, mask_of
 from burst_attention.plan.band import band_area
-from burst_attention.plan.cost import Indexed
+from burst_attention.plan.indexed import Indexed
 
 from ..data.sequences import TokenSequence
 from ..strategies import Heads

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
+from burst_attention.plan.strategy import for_chosen_keys
 
 from ..checkpoint.saving import resumable, resume
 from ..checkpoint.snapshot import TrainingState
@@ -28,7 +30,7 @@ from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
 from ..run.metrics import StepRecord, Summary
 from ..strategies import Heads, choose
-from ..structure import windows_of
+from ..structure import build_empty
 from .evaluate import token_losses
 from .model import batch_of, build_model, model_config, model_in, ranks_of_heads
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
@@ -51,8 +53,11 @@ class Trainer(TrainingState):
             rope_scaling=config.model.rope_scaling,
             named=config.data.tokenizer,
         )
-        self.windows = windows_of(self.model_config)
+        empty = build_empty(self.model_config)
+        self.windows = hf.attention_windows(empty)
         self.sharing = choose(**config.how)
+        if any(hf.indexed_layers(empty)):
+            self.sharing = replace(self.sharing, strategy=for_chosen_keys(self.sharing.strategy))
         self.heads = Heads.of(self.model_config)
         self.own_heads = self.heads.of_rank(ranks_of_heads(self.model_config, config.parallel.tensor_parallel))
         self.notes: list[str] = []  # for the user

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from burst_attention.attention.chosen import choose_blocks, choose_keys, chosen_attention
 from burst_attention.attention.plan import Plan
-from burst_attention.plan.cost import Indexed
+from burst_attention.plan.indexed import Indexed
 
 from ..classes import Converted
 from ..reading import known
