@@ -40,6 +40,11 @@ class Indexed:
         """Whether the layer has an indexer."""
         return self.index_heads > 0
 
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of a token's choice, as a layer of transformers keeps it for its backward."""
+        return self.count * (8 * self.kv_heads if self.block else 4)  # int64 by key-value head; int32 for all
+
     def attention(self, like: Shape) -> Shape:
         """Return the shape of the attention, with the batch and the bytes per element of ``like``."""
         sizes = {name: getattr(self, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}

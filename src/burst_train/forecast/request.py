@@ -202,6 +202,20 @@ class ForecastRequest:
         products = per_weight * (self.model.products + self.model.head_products)
         return 3 * (attention + products) + forward + per_weight * self.model.index_products
 
+    def choices(self, remat: Remat) -> int:
+        """Return the bytes of chosen keys that a rank keeps for a backward, on the rank with most tokens.
+
+        A layer that runs again makes its choice again. What a "shared" layer gets from a layer before is kept.
+        """
+        kept = [0]
+        layers = self.model.indexed
+        for layer, after in zip(layers, (*layers[1:], None), strict=True):
+            if layer is not None and layer.chooses:
+                shared = after is not None and not after.chooses
+                kept.append(layer.choice_bytes * (shared or remat != "layer"))
+        most = max((layer.choice_bytes for layer in layers if layer is not None), default=0)
+        return self.batch * self.tokens * max(sum(kept), most)
+
     @property
     def limit(self) -> float | None:
         """Bytes that a rank may use; None if the device's memory is unknown."""
