@@ -8,6 +8,7 @@ import torch
 
 from burst_attention import Mask
 from burst_attention.attention.hardware import shape_of
+from burst_attention.integrations import hf
 from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.layout import Layout
 from burst_attention.planner.indexed import ChosenPass, indexed_passes
@@ -149,6 +150,12 @@ def test_strategies_that_split_heads_are_refused_and_others_predicted():
     assert found["auto"].sent["attention"] == found["burst"].sent["attention"]
     with pytest.raises(ValueError, match="can't split heads that share a choice"):
         forecasts(request(saving=Saving(attention_chunks=2)))
+
+
+def test_an_unknown_indexer_is_refused(monkeypatch):
+    monkeypatch.setattr(hf, "indexed_layers", lambda model: [None] * 3)
+    with pytest.raises(ValueError, match=r"indexer that chooses keys .GlmMoeDsaIndexer., whose work is not predicted"):
+        request()
 
 
 def test_layers_with_and_without_an_indexer_are_counted():
