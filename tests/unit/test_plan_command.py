@@ -263,7 +263,10 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "has a mixture of experts (MixtralExperts), whose work is not predicted"),
-        ({"model_type": "deepseek_v32"}, "has a mixture of experts (DeepseekV32Experts), whose work is not predicted"),
+        (
+            {"model_type": "deepseek_v32", "mlp_layer_types": ["sparse"] * 2},
+            "has a mixture of experts (DeepseekV32Experts), whose work is not predicted",
+        ),
         ({"model_type": "unheard-of"}, "can't be loaded"),
     ],
 )
