@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from burst_attention import Mask
+from burst_attention import Mask, Strategy
 from burst_attention.attention.hardware import shape_of
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import parallel
 from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.layout import Layout
+from burst_attention.plan.strategy import for_chosen_keys
 from burst_attention.planner.indexed import ChosenPass, indexed_passes
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import ChosenKernels, Rates
 from burst_attention.planner.timing import Wire
@@ -174,6 +177,21 @@ def test_a_layout_is_chosen_for_what_runs():
     (way, *_) = predicted_step("auto", asked).ways
     assert way.layout == "zigzag" and way.circulate == "key-value"
     assert chosen(asked.setting(*next(iter(asked.kinds))), way.strategy) == way
+
+
+def test_a_split_of_heads_does_not_decide_the_layout():
+    """With heads split, a contiguous layout is as fast as a balanced one; indexed attention never splits them."""
+    planner = Planner(CPU, None, shape_of(torch.float32, batch=1, q_heads=8, kv_heads=8, head_dim=96))
+
+    def layout(strategy):
+        return planner.choose(1 << 16, mask=Mask(), strategy=strategy, rank=0, world=2).layout.name
+
+    assert layout(Strategy()) == "contiguous" and layout(for_chosen_keys(Strategy())) == "zigzag"
+    for fixed in (Strategy(ulysses_degree=2), Strategy(circulate="query")):
+        assert for_chosen_keys(fixed) == fixed
+    model = make_indexed("deepseek_v32", stock=True, **DENSE)
+    assert parallel._hints(model, hf.Memory(), None, None)["strategy"] == for_chosen_keys(Strategy())
+    assert "strategy" not in parallel._hints(model, hf.Memory(), None, "burst")
 
 
 def test_operations_count_chosen_pairs_once_and_an_indexer_forwards_alone():
