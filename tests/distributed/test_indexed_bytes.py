@@ -73,3 +73,23 @@ def test_bytes_are_those_predicted(pools, family, world, layout, dtype, document
     for ours, theirs in found:
         assert ours == theirs
     assert any(sent for (sent, _), _ in found) == (world > 1)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"])
+def test_choices_that_layers_keep_for_their_backward(family):
+    """Those of "shared" layers are the same tensors."""
+    model, kept = hf.parallelize(make_indexed(family, stock=True).float()), {}
+    calls = [each for each in hf.indexed_layers(model) if each]
+
+    def note(x):
+        if not x.is_floating_point() and x.shape[-1] == calls[0].count:
+            kept[x.untyped_storage().data_ptr()] = x.nbytes, x
+        return x
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
+        hf.shards(model, {"input_ids": tokens(61)}) as shard,
+    ):
+        model.model(**shard)
+    expected = sum(each.choice_bytes for each in calls if each.chooses)
+    assert sum(size for size, _ in kept.values()) == BATCH * 61 * expected
