@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
 
 from burst_attention import CallShape, Hardware, Plan, Strategy, make_plan
+from burst_attention.attention import chosen_bytes
+from burst_attention.plan.cost import Traffic
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import NAMED, strategy_of
 from burst_attention.planner.planner import Remat
@@ -161,8 +165,19 @@ class Sharing:
             timeout=timeout,
         )
 
-    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the bytes that a rank sends in (forward, backward) of layers with these plans."""
+    def sent(
+        self,
+        plans: Sequence[Plan],
+        heads: Heads,
+        *,
+        batch: int,
+        dtype: torch.dtype,
+        indexed: Sequence[Indexed | None] = (),
+    ) -> tuple[int, int]:
+        """Return the bytes that a rank sends in (forward, backward) of layers with these plans.
+
+        ``indexed``: how each layer attends to chosen keys; None, as for all by default: it attends to all keys.
+        """
         if self.cuts_layers:
             # The bytes of a gather or scatter.
             moved = (plans[0].world - 1) * batch * plans[0].length * heads.hidden * dtype.itemsize
@@ -172,8 +187,14 @@ class Sharing:
         sizes: dict[str, Any] = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
         sizes |= {"v_head_dim": heads.v_head_dim} if heads.v_head_dim else {}
         more: dict[str, Any] = {"lse": "sinks" in heads.options, "attention_chunks": self.attention_chunks}
-        counted = {id(plan): plan.bytes(batch=batch, **sizes, dtype=dtype, **more) for plan in plans}
-        traffic = [counted[id(plan)] for plan in plans]
+
+        @cache
+        def bytes_of(plan: Plan, call: Indexed | None) -> Traffic:
+            if call is not None:
+                return chosen_bytes(plan, call, batch=batch, dtype=dtype)
+            return plan.bytes(batch=batch, **sizes, dtype=dtype, **more)
+
+        traffic = [bytes_of(*layer) for layer in zip(plans, indexed or [None] * len(plans), strict=True)]
         return sum(each.forward_sent for each in traffic), sum(each.backward_sent for each in traffic)
 
 

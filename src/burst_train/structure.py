@@ -9,8 +9,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from burst_attention.integrations import hf
-
 
 def build_empty(config: Any) -> Any:
     """Return the model of a configuration without memory for its weights."""
@@ -43,13 +41,3 @@ def sharded_layers(model: Any) -> list[nn.Module]:
         for parameter in {id(p) for p in layer.parameters()}:
             users[parameter] = users.get(parameter, 0) + 1
     return [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
-
-
-def indexer_of(model: nn.Module) -> str | None:
-    """Return the class of an indexer, which chooses the keys of an attention; None if the model has none."""
-    return next((name for part in model.modules() if (name := type(part).__name__).endswith("Indexer")), None)
-
-
-def windows_of(config: Any) -> list[hf.Reach]:
-    """Return what each attention of a configuration's model sees, by layer."""
-    return hf.attention_windows(build_empty(config))

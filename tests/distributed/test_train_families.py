@@ -86,9 +86,6 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
     expected = one_process(config, AutoModelForCausalLM.from_pretrained(source).float())
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
     for record in records(tmp_path / "run"):  # states that recurrent layers send are not among the attention's bytes
-        if model_type in INDEXED:
-            assert record["bytes_sent"] > 0 and record["bytes_predicted"] is None and record["flops"] is None
-            continue
         more = record["bytes_sent"] - record["bytes_predicted"]
         assert more > 0 if model_type in HYBRIDS else more == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").float()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention.attention import probe
+from burst_attention.attention import probe, probe_chosen
+from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.cli.calibrate import _show
 from burst_attention.comm.transport import PACKED_BYTES
 from burst_attention.planner.presets import preset
+from burst_attention.planner.rates import Rates
 
 
 class Link:
@@ -81,3 +83,33 @@ def test_cores_are_counted_where_the_system_names_none(monkeypatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert probe.cores_per_rank() == 2
+
+
+def test_rates_of_chosen_keys_are_recovered(monkeypatch) -> None:
+    """From the times of a kernel that has these rates: heads and the rest are told apart."""
+    made = preset("cpu").chosen
+    assert made is not None
+    of, pairs, rows = probe_chosen, probe_chosen.ROWS * probe_chosen.KEYS, probe_chosen.ROWS * probe_chosen.COUNT
+    score, keep = pairs * 2 * of.DIM / made.score, pairs / made.keep
+    times = {"choose, many": of.HEADS * score + keep, "choose, one": score + keep}
+    times |= {"blocks": of.HEADS * (score + pairs / made.pool), "look": 2 * rows / made.look}
+    for way, flops in (("forward", of.WIDTH + of.VALUES), ("backward", 3 * of.WIDTH + 2 * of.VALUES)):
+        gather, products, dense = (getattr(made, f"{what}_{way}") for what in ("gather", "rows", "dense"))
+        for name, heads in (("many", of.GROUP), ("one", 1)):
+            each = of.WIDTH * of.ELEMENT / gather + heads * 2 * flops / products
+            times[f"{way}, {name}"] = rows * each
+        times[f"{way}, dense"] = pairs * of.GROUP * 2 * flops / dense
+    assert {*times} == {*of._calls(probe.Probe(*_alone(), repeats=1, thorough=True))}
+    monkeypatch.setattr(of, "_calls", lambda _: times)
+    found = of.chosen_kernels(SimpleNamespace(seconds=lambda calls: calls))  # type: ignore[arg-type]
+    assert vars(found) == pytest.approx(vars(made))
+
+
+def test_kernels_of_chosen_keys_are_measured() -> None:
+    found = probe_chosen.chosen_kernels(probe.Probe(*_alone(), repeats=1, thorough=True))
+    assert Rates.from_dict(preset("cpu").as_dict() | {"chosen": vars(found)}).chosen == found
+
+
+def _alone() -> Any:
+    plan = single_rank_plan(8)
+    return plan.agreement, plan.transport, (0,), torch.device("cpu")

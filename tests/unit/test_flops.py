@@ -1,15 +1,19 @@
 """What a step computes, counted one by one, and MFU from it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.mask import Mask
 from burst_train.data.sequences import TokenSequence
 from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
 from burst_train.strategies import Heads
+from tests.support.indexed_models import make_indexed
 
 CPU = torch.device("cpu")
 BORDERS = (0, 5, 6, 40, 64)
@@ -81,3 +85,22 @@ def test_a_peak_is_given_or_that_of_a_known_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_of(torch.device("cuda"), torch.bfloat16, None) == peak
         assert peak_of(torch.device("cuda"), torch.float32, None) is None
+
+
+def test_of_chosen_keys_only_those_count_and_an_indexer_has_no_backward():
+    heads = Heads(q_heads=4, kv_heads=4, head_dim=6, v_head_dim=4, hidden=8, intermediate=8)
+    call = Indexed(q_heads=4, kv_heads=1, head_dim=9, v_head_dim=8, inside=True, count=3, index_heads=2, index_dim=5)
+    sequence = TokenSequence(np.zeros(9), (0, 2, 9))
+    chosen, seen = 1 + 2 + (1 + 2 + 5 * 3), 3 + 7 * 8 // 2
+    full, shared = 6 * 4 * 10 * chosen + 2 * 2 * 5 * seen, 6 * 4 * 10 * chosen
+    for indexed, expected in ((call, full), (replace(call, index_heads=0), shared), (None, 6 * 4 * 10 * seen)):
+        assert ModelFlops(0, heads, (None,), [indexed]).of_step([sequence]) == expected
+
+
+def test_weights_of_an_indexer_get_no_gradient():
+    model = make_indexed("deepseek_v32", stock=True, mlp_layer_types=["dense"] * 3)
+    model.requires_grad_(True)
+    linear = [(name, x.weight.numel()) for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)]
+    expected = sum(size * (2 if "indexer" in name else 6) for name, size in linear)
+    found = ModelFlops.of(model, Heads.of(model.config), [None] * 3, model.config)
+    assert found.per_token == expected and any("indexer" in name for name, _ in linear)

@@ -264,8 +264,8 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
     [
         ({"model_type": "mixtral"}, "has a mixture of experts (MixtralExperts), whose work is not predicted"),
         (
-            {"model_type": "deepseek_v32", "mlp_layer_types": ["dense"] * 2},
-            "has an indexer that chooses keys (DeepseekV32Indexer), whose work is not predicted",
+            {"model_type": "deepseek_v32", "mlp_layer_types": ["sparse"] * 2},
+            "has a mixture of experts (DeepseekV32Experts), whose work is not predicted",
         ),
         ({"model_type": "unheard-of"}, "can't be loaded"),
     ],

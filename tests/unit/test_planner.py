@@ -599,7 +599,7 @@ def test_a_plan_is_made_for_what_it_recomputes() -> None:
     """With the flags printed by burst plan, burst train plans what was predicted."""
     cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
     q = ForecastRequest(seq_len=8 << 12, cluster=cluster, model=model_of("llama-2-7b"), remat="layer")
-    (mask,) = q.masks
+    ((mask, _),) = q.kinds
     assert q.setting(mask).planner.times[0] == 2 and replace(q, remat=None).setting(mask).planner.times[0] == 1
 
 

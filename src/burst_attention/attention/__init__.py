@@ -2,7 +2,7 @@
 
 from .batch import Reach, mask_of, widest_of
 from .call import burst_attention
-from .chosen import choose_blocks, choose_keys, chosen_attention
+from .chosen import choose_blocks, choose_keys, chosen_attention, chosen_bytes
 from .dealt import dealt_bytes
 from .footprint import peak_bytes
 from .hardware import known_rates, shape_of, usual_rates
@@ -16,6 +16,7 @@ __all__ = [
     "choose_blocks",
     "choose_keys",
     "chosen_attention",
+    "chosen_bytes",
     "dealt_bytes",
     "known_rates",
     "make_plan",

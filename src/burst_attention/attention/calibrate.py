@@ -24,6 +24,7 @@ from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .new_plan import make_plan, single_rank_plan
 from .plan import Plan
 from .probe import DIM, FLOPS, SMALL, Passes, Probe, full
+from .probe_chosen import chosen_kernels
 
 HEADS = 2  # of a large tile
 WEIGHT = 8192, 4096  # rows and columns of a weight that no cache holds
@@ -65,6 +66,7 @@ def calibrate(
         double=double.speed,
         overhead=_overhead(probe, plan, usual.overhead, half, rows),
         measured_on=this_machine(plan.world, on_gpu),
+        chosen=chosen_kernels(probe),
     )
     if plan.world == 1 or probe.clock is not time.process_time:
         return rates

@@ -22,6 +22,9 @@ from torch import Tensor
 from ..kernels import chosen
 from ..kernels.contract import accumulation_dtype, converted, finite_lse
 from ..kernels.reference import Reference
+from ..plan.assignment import KEYS_CIRCULATE
+from ..plan.cost import Traffic
+from ..plan.indexed import Indexed
 from ..plan.program import Program
 from ..plan.rows import Direction, Side
 from ..plan.tile import Tiles
@@ -37,6 +40,7 @@ from .call import (
     check_tensors,
     gradients_wanted,
 )
+from .hardware import shape_of
 from .passes import (
     Backward,
     Forward,
@@ -155,6 +159,18 @@ def chosen_attention(
         at = indices.unsqueeze(1) if indices.dim() == 3 else indices
     out, lse, _ = attend_chosen(q, k, values, at, sinks, plan.handle, number, wanted, inside)
     return out, lse
+
+
+def chosen_bytes(plan: Plan, call: Indexed, *, batch: int, dtype: torch.dtype) -> Traffic:
+    """Return the payload bytes that this rank sends and receives in a choice and in the attention to chosen keys.
+
+    The figures are exactly what ``plan.transport`` counts, as those of :meth:`Plan.bytes` are.
+
+    Args:
+        call: the layer's sizes, as :func:`~burst_attention.integrations.hf.indexed_layers` reads them from a model.
+        dtype: of q, k and v.
+    """
+    return plan.schedule.indexed_traffic(call, shape_of(dtype, batch=batch, q_heads=1, kv_heads=1, head_dim=1))
 
 
 def _check_whole_heads(plan: Plan) -> None:
@@ -317,7 +333,7 @@ class ChosenBackward(_OfChosen, Backward):
 
 def _program(plan: Plan, direction: Direction) -> Program:
     """Return the program in which keys circulate: choices don't travel."""
-    return plan.schedule.program("key-value", direction)
+    return plan.schedule.program(KEYS_CIRCULATE, direction)
 
 
 def _positions(plan: Plan, device: torch.device) -> Tensor:

@@ -198,7 +198,13 @@ def shape_of(
     dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
 ) -> Shape:
     """Return the sizes of a call with inputs of ``dtype``. ``v_head_dim`` defaults to ``head_dim``."""
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes["v_head_dim"] = head_dim if v_head_dim is None else v_head_dim
-    partial, accumulate = wire_dtype(dtype).itemsize, accumulation_dtype(dtype).itemsize
-    return Shape(batch=batch, **sizes, io=dtype.itemsize, partial=partial, accumulate=accumulate)
+    return Shape(
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        io=dtype.itemsize,
+        partial=wire_dtype(dtype).itemsize,
+        accumulate=accumulation_dtype(dtype).itemsize,
+    )

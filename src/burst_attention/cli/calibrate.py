@@ -76,5 +76,11 @@ def _show(rates: Rates, path: Path) -> None:
     for size, speed in (("2", rates.half), ("4", rates.single), ("8", rates.double)):
         figures = f"{speed.forward / 1e9:,.3g} forward, {speed.backward / 1e9:,.3g} backward"
         console.print(f"kernels, {size} bytes per element: {figures}, in 10^9 operations per second")
+    if (of := rates.chosen) is not None:
+        console.print(
+            f"chosen keys: scores {of.score / 1e9:,.3g} and products {of.rows_forward / 1e9:,.3g} forward, "
+            f"{of.rows_backward / 1e9:,.3g} backward, in 10^9 operations per second; rows are gathered at "
+            f"{of.gather_forward / 1e9:,.3g} GB/s"
+        )
     console.print(f"weights are read at {rates.overhead.read / 1e9:.3g} GB/s by a rank")
     console.print(f"{rates.source}\nwritten to {path}")

@@ -19,14 +19,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ..plan.indexed import DENSE, SCORE_ROWS
 from ..plan.tile import Tile, Tiles
 from .contract import accumulation_dtype, blank_output, finite_lse
 
 NONE = torch.iinfo(torch.int64).min  # no candidate
 _LOW = (1 << 32) - 1
-_ROWS, _COLUMNS = 128, 8192  # of a block of scores
+_ROWS, _COLUMNS = SCORE_ROWS, 8192  # of a block of scores
 _GATHERED = 1 << 24  # bytes of gathered keys and values of a block of queries
-_DENSE = 32  # up to this many keys for each chosen one, products with all keys take less time than a gather
+_DENSE = DENSE
 _SCORES = 1 << 20  # scores of a block of queries and all keys
 
 
@@ -200,20 +201,23 @@ def seen_rows(at: Tensor, tiles: Tiles) -> Tensor:
     return at if most == at.shape[-1] else at.sort(-1, descending=True).values[..., :most]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float, *, dense: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of each query over its chosen rows; 0 and -inf without any.
 
     q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; ``at`` is of :func:`rows_of`. An int ``v`` is Dv: the
     value is the first Dv numbers of its key. out is [B, Hq, Sq, Dv] and lse [B, Hq, Sq], both in fp32 (fp64 for fp64).
+    ``dense``: whether to multiply by all keys; None: if that is faster.
     """
     out, lse = blank_output(q, _values(k, v), q.shape[2], accumulation_dtype(q.dtype))
-    if _is_dense(q, k, v, at):
+    if _is_dense(q, k, v, at) if dense is None else dense:
         for each in _dense_blocks(q, k, v, at):
             scores = each.scores(scale)
             total = torch.logsumexp(scores, -1)
             p = scores.sub_(finite_lse(total).unsqueeze(-1)).exp_()
-            with each.spread(p) as dense:
-                out[each.queries] = (dense @ each.values).view(*each.shape, -1)
+            with each.spread(p) as whole:
+                out[each.queries] = (whole @ each.values).view(*each.shape, -1)
             lse[each.queries] = total.view(each.shape)
         return out, lse
     held = _Gathered(k, v, at)
@@ -226,16 +230,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor | int, at: Tensor, scale: float) -> 
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor | int, lse: Tensor, delta: Tensor, at: Tensor, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | int,
+    lse: Tensor,
+    delta: Tensor,
+    at: Tensor,
+    scale: float,
+    *,
+    dense: bool | None = None,
 ) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv) of the chosen rows, in fp32 (fp64 for fp64), in the shapes of q, k, v.
 
     dout is [B, Hq, Sq, Dv]. lse and delta are those of whole rows, [B, Hq, Sq]; lse is 0 in rows that see nothing. If
-    ``v`` is an int, dk is the gradient of the rows, and there is no dv.
+    ``v`` is an int, dk is the gradient of the rows, and there is no dv. ``dense``: as for :func:`forward`.
     """
     wide = accumulation_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    if _is_dense(q, k, v, at):
+    if _is_dense(q, k, v, at) if dense is None else dense:
         dk = torch.zeros(k.shape, dtype=wide, device=k.device)
         dv = dk[..., :v] if isinstance(v, int) else torch.zeros(v.shape, dtype=wide, device=v.device)
         for each in _dense_blocks(q, k, v, at):
@@ -243,11 +256,11 @@ def backward(
             sums, own = (x[each.queries].flatten().unsqueeze(-1) for x in (lse, delta))
             p = each.scores(scale).sub_(sums).exp_()
             ds = each.products(grads, each.values).sub_(own).mul_(p).mul_(scale)
-            with each.spread(p) as dense:
-                dv[each.keys_at].addmm_(dense.mT, grads)
-            with each.spread(ds) as dense:
-                dq[each.queries] = (dense @ each.keys).view(*each.shape, -1)
-                dk[each.keys_at].addmm_(dense.mT, each.rows)
+            with each.spread(p) as whole:
+                dv[each.keys_at].addmm_(whole.mT, grads)
+            with each.spread(ds) as whole:
+                dq[each.queries] = (whole @ each.keys).view(*each.shape, -1)
+                dk[each.keys_at].addmm_(whole.mT, each.rows)
         return (dq, dk) if isinstance(v, int) else (dq, dk, dv)
     held = _Gathered(k, v, at, sums=True)
     for block in held.blocks():

@@ -60,13 +60,14 @@ class HeadsFirst:
         return self.groups.cache_owner(np.asarray(group), context)
 
 
+KEYS_CIRCULATE = "key-value"
 PASS_QUERY = "pass-query"  # the planner considers it only if keys have another layout than queries
 
 # What circulates in the backward, and the assignment of each pass: the paper's, RingAttention's, the nearer side of
 # each pair, both sides of square blocks, and the query side in both passes.
 CIRCULATIONS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "query": lambda world: {Direction.FORWARD: rows, Direction.BACKWARD: columns},
-    "key-value": lambda world: dict.fromkeys(Direction, rows),
+    KEYS_CIRCULATE: lambda world: dict.fromkeys(Direction, rows),
     "nearest": lambda world: dict.fromkeys(Direction, nearest(world)),
     "blocks": lambda world: dict.fromkeys(Direction, blocks(world, math.isqrt(world))),
     PASS_QUERY: lambda world: dict.fromkeys(Direction, columns),

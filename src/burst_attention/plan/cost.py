@@ -14,6 +14,8 @@ class Shape:
     """Shape of an attention call, which gives the bytes per row of a shard.
 
     ``io``, ``partial`` and ``accumulate`` are bytes per element of inputs, of partial results on the wire, and of sums.
+    ``inside``: values are the first numbers of their keys, and don't travel. ``beside``: bytes that travel with a row
+    of keys, whatever the batch.
     """
 
     batch: int
@@ -24,6 +26,13 @@ class Shape:
     io: int
     partial: int
     accumulate: int
+    inside: bool = False
+    beside: int = 0
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a row of keys and values, of one head, or of its gradients."""
+        return self.head_dim + (0 if self.inside else self.v_head_dim)
 
     def edge_bytes(self, edge: Edge, direction: Direction, groups: Groups) -> int:
         """Return the bytes of an edge, as the sweep sends it."""
@@ -37,7 +46,8 @@ class Shape:
     ) -> int:
         """Return the bytes of one row of a side's shard, or of its results in elements of ``wide`` bytes."""
         if side is Side.KEY:  # k and v, or dK and dV
-            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (self.io if wide is None else wide)
+            row = self.batch * self.kv_heads * self.key_width
+            return row * self.io + self.beside if wide is None else row * wide
         if direction is Direction.FORWARD:  # q, or (out, lse)
             elements = self.head_dim * self.io if wide is None else self.v_head_dim * wide + self.accumulate
         elif wide is not None:  # dQ
@@ -71,6 +81,10 @@ class Traffic:
     def received(self) -> int:
         """Bytes received in forward and backward."""
         return self.forward_received + self.backward_received
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the bytes of both."""
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, calls: int) -> Traffic:
         """Return the bytes of several such calls."""

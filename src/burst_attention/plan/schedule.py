@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from . import cost
-from .assignment import circulating
+from .assignment import KEYS_CIRCULATE, circulating
 from .build import Builder
 from .demand import PassSpec
 from .groups import WHOLE, Groups
+from .indexed import Indexed
 from .layout import Layout, digest
 from .mask import Mask
 from .program import Program
@@ -143,9 +144,17 @@ class Schedule:
 
     def traffic(self, shape: cost.Shape, circulate: str, groups: Groups = WHOLE) -> cost.Traffic:
         """Return the bytes that this rank sends and receives in one forward and one backward."""
-        counts = []
+        counts = list[int]()
         for direction in Direction:
             edges = self.program(circulate, direction, groups).edges
             for own in ([e for e in edges if e.source == self.rank], [e for e in edges if e.target == self.rank]):
                 counts.append(sum(shape.edge_bytes(edge, direction, groups) for edge in own))
         return cost.Traffic(*counts)
+
+    def indexed_traffic(self, call: Indexed, like: cost.Shape) -> cost.Traffic:
+        """Return the bytes of an attention to chosen keys, and of the choice, which has no backward."""
+        attention = self.traffic(call.attention(like), KEYS_CIRCULATE)
+        if not call.chooses:
+            return attention
+        choice = self.traffic(call.choice(like), KEYS_CIRCULATE)
+        return attention + replace(choice, backward_sent=0, backward_received=0)

@@ -136,6 +136,16 @@ def strategy_of(strategy: Any) -> Strategy:
     return NAMED[name]
 
 
+def for_chosen_keys(strategy: Strategy) -> Strategy:
+    """Return a strategy for attention to chosen keys, whose heads stay whole and whose keys circulate.
+
+    Only open fields change. A layout is then chosen for what runs.
+    """
+    if strategy.ulysses_degree != "auto" or strategy.circulate != "auto":
+        return strategy
+    return replace(strategy, ulysses_degree=1, circulate="key-value")
+
+
 def _of_fields(text: str) -> Strategy:
     names, said = [each.name for each in fields(Strategy)], dict[str, Any]()
     for part in text.split(","):

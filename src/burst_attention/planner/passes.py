@@ -193,19 +193,28 @@ class PassModel(PassSpec):
 
     def work(self) -> Computing:
         """Predict what each rank computes at each step."""
-        shape, groups, extra = self.shape, self.groups, self.wire.rates.overhead
-        forward = self.direction is Direction.FORWARD
+        extra, forward = self.wire.rates.overhead, self.direction is Direction.FORWARD
         launches, visits, queries, keys = self._launches()
-        folded = queries * (shape.batch * shape.q_heads / groups.query)
-        folded = folded * (shape.v_head_dim if forward else shape.head_dim)
-        if not forward:
-            folded = folded + keys * (shape.batch * shape.kv_heads / groups.key) * (shape.head_dim + shape.v_head_dim)
-        seconds = self._by_step(self.traffic.computed(groups, extra.block)) * self._per_cell
+        seconds = self._by_step(self._cell_seconds) + self._fold_seconds(queries, keys)
         seconds += launches * (extra.launch_forward if forward else extra.launch_backward)
-        seconds += visits * extra.visit + folded * shape.accumulate / extra.fold
+        seconds += visits * extra.visit
         # from [U, R, T] to [W, T], where rank u + U c is row (u, c)
         parts = (x[self.example].swapaxes(0, 1).reshape(self.whole.world, -1) for x in (seconds, launches, visits))
         return Computing(*parts)
+
+    def _fold_seconds(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Return the seconds in which folded rows of queries and of keys are merged or added, [G, R, T]."""
+        shape, groups, forward = self.shape, self.groups, self.direction is Direction.FORWARD
+        folded = queries * (shape.batch * shape.q_heads / groups.query)
+        folded = folded * (shape.v_head_dim if forward else shape.head_dim)
+        if not forward:
+            folded = folded + keys * (shape.batch * shape.kv_heads / groups.key) * shape.key_width
+        return folded * shape.accumulate / self.wire.rates.overhead.fold
+
+    @property
+    def _cell_seconds(self) -> np.ndarray:
+        """Seconds in which a kernel computes each pair of shards for one head group, [N]."""
+        return self.traffic.computed(self.groups, self.wire.rates.overhead.block) * self._per_cell
 
     @property
     def _per_cell(self) -> float:

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..plan.assignment import KEYS_CIRCULATE
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups
+from ..plan.indexed import Indexed
 from ..plan.layout import BALANCED, Layout
 from ..plan.mask import Mask
 from ..plan.route import ROUTES
@@ -37,6 +39,7 @@ from .choice import (
     predict,
     remembered,
 )
+from .indexed import indexed_passes
 from .passes import PassModel, passes
 from .presets import preset
 from .rates import Rates
@@ -249,6 +252,19 @@ class Planner:
             cost.run(None if direct else edge_messages(schedule.work(circulate, cost.direction, groups), shape))
             for cost in self.passes(schedule, shape, circulate, groups)
         ]
+
+    def simulated_indexed(self, schedule: Schedule, call: Indexed, like: Shape) -> list[Timed]:
+        """Simulate the forward of an indexed attention, with its choice, and its backward, on all ranks.
+
+        ValueError: the rates don't have those of the kernels.
+        """
+        wire, *_ = self.wires(schedule.layout.world)
+        runs = []
+        for cost in indexed_passes(traffic_model_of(schedule), call, like, wire):
+            edges = None if schedule.route.direct else schedule.work(KEYS_CIRCULATE, cost.direction)
+            runs.append(cost.run(None if edges is None else edge_messages(edges, cost.shape)))
+        *choice, forward, backward = runs
+        return [sum(choice, forward), backward]
 
     def _over(self, schedule: Schedule, ranks: int) -> tuple[Planner, Schedule]:
         """Return the planner and rank 0's schedule of a smaller world that represents this one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .rates import Link, Overhead, Rates, Speed
+from .rates import ChosenKernels, Link, Overhead, Rates, Speed
 
 Node = tuple[str, Link, Speed, Speed, Speed, Overhead]  # source; links between its ranks; half, single, double
 
@@ -55,6 +55,21 @@ NODES: Mapping[str, Node] = {
 }
 
 _SAYS = "a port for each {}, nine tenths of it; estimated"
+# Kernels of indexed attention, by the preset's node. They have never run on a GPU.
+_CHOSEN: Mapping[str, ChosenKernels] = {
+    "cpu": ChosenKernels(
+        score=5e10,
+        keep=9e7,
+        pool=2e8,
+        look=2.5e7,
+        gather_forward=3.4e9,
+        gather_backward=1.7e9,
+        rows_forward=3e10,
+        rows_backward=4.2e10,
+        dense_forward=4.5e10,
+        dense_backward=5.7e10,
+    )
+}
 NETWORKS: Mapping[str, tuple[str, Link]] = {
     "infiniband-400g": (f"400 Gbit/s InfiniBand, {_SAYS.format('GPU')}", Link(latency=2.5e-5, bytes_per_second=4.5e10)),
     "ethernet-100g": (
@@ -79,6 +94,7 @@ def preset(name: str) -> Rates:
         )
     (source, inside, half, single, double, overhead), (other, across) = NODES[node], NETWORKS[network]
     kernels: dict[str, Any] = {"half": half, "single": single, "double": double, "overhead": overhead}
+    kernels["chosen"] = _CHOSEN.get(node)
     return Rates(name=f"{node}+{network}", source=f"{source}; {other}", inside=inside, across=across, **kernels)
 
 

@@ -44,6 +44,22 @@ class Overhead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChosenKernels:
+    """The kernels of indexed attention (``kernels/chosen.py``)."""
+
+    score: float  # FLOP/s of an indexer's scores, of one head
+    keep: float  # scores per second of which the best keys are kept
+    pool: float  # scores per second of which a block's greatest is kept
+    look: float  # chosen keys per second that are looked up in a shard
+    gather_forward: float  # bytes per second of rows that are gathered, in fp32
+    gather_backward: float  # the same, with the sums of their gradients
+    rows_forward: float  # FLOP/s with gathered rows
+    rows_backward: float
+    dense_forward: float  # FLOP/s with all keys of a small shard
+    dense_backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredOn:
     """The machine that ``burst calibrate`` measured."""
 
@@ -70,6 +86,7 @@ class Rates:
     double: Speed  # 8 bytes
     overhead: Overhead
     measured_on: MeasuredOn | None = None  # None: not by ``burst calibrate``, or by one before 0.3
+    chosen: ChosenKernels | None = None  # None: not measured
 
     def slowed(self, part: float) -> Rates:
         """Return these rates with the network's bytes per second times ``part``; links inside a node vary little."""
@@ -88,7 +105,7 @@ class Rates:
     def from_dict(cls, values: Any) -> Rates:
         """Return values as rates. Raise ValueError if one is missing, unknown, out of range, or a text not in UTF-8."""
         if isinstance(values, Mapping):
-            values = {"measured_on": None, **values}
+            values = {"measured_on": None, "chosen": None, **values}
             if isinstance(values.get("overhead"), Mapping):
                 values["overhead"] = {"read": 0.0, **values["overhead"]}  # files of 0.2 have none
         return cls(**_checked(values, cls, "the rates"))
@@ -100,11 +117,15 @@ MOST_SHOWN = 40  # longest bad value in an error message, in characters
 _PER_SECOND, _SECONDS = (1.0, 1e30), (0.0, 1e9)
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("bytes_per_second", "forward", "backward", "fold"), _PER_SECOND),
+    **dict.fromkeys(("score", "keep", "pool", "look"), _PER_SECOND),
+    **{f"{what}_{way}": _PER_SECOND for what in ("gather", "rows", "dense") for way in ("forward", "backward")},
     **dict.fromkeys(("latency", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
     **dict.fromkeys(("block", "at_once"), (0.0, 1e9)),
     "read": (0.0, 1e30),
     "ranks": (1, 2**31),
 }
+
+_OPTIONAL: Mapping[str, type[MeasuredOn | ChosenKernels]] = {"measured_on": MeasuredOn, "chosen": ChosenKernels}
 
 
 def _checked(values: Any, kind: Any, what: str, prefix: str = "") -> dict[str, Any]:
@@ -118,8 +139,10 @@ def _checked(values: Any, kind: Any, what: str, prefix: str = "") -> dict[str, A
     result = dict(values)
     for key, field_type in kinds.items():
         value, shown = values[key], f"{prefix}{key}={values[key]!r:.{MOST_SHOWN}}"
-        if key == "measured_on":
-            result[key] = value if value is None else MeasuredOn(**_checked(value, MeasuredOn, f"[{key}]", f"{key}."))
+        if key in _OPTIONAL:
+            kind_of_table = _OPTIONAL[key]
+            table = value if value is None else _checked(value, kind_of_table, f"[{key}]", f"{key}.")
+            result[key] = table if table is None else kind_of_table(**table)
         elif is_dataclass(field_type):
             result[key] = field_type(**_checked(value, field_type, f"[{key}]", f"{key}."))  # type: ignore[operator]
         elif field_type is bool:

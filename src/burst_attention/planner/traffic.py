@@ -80,7 +80,7 @@ class TrafficModel:
         self.cuts = {Side.QUERY: in_chunks(layout, chunks), Side.KEY: in_chunks(keys or layout, chunks)}
         self.lengths = {side: np.array(cut.lengths) for side, cut in self.cuts.items()}
         self.parts = self.world * chunks  # shards, or their chunks
-        self._table = region_tiles(self.cuts[Side.QUERY], self.cuts[Side.KEY], regions)
+        self.table = region_tiles(self.cuts[Side.QUERY], self.cuts[Side.KEY], regions)
         self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
         self._finer: dict[int, TrafficModel] = {}
 
@@ -96,7 +96,7 @@ class TrafficModel:
     @cached_property
     def pairs(self) -> Pairs:
         """The pairs of shards, with their areas and numbers of rows."""
-        i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
+        i, j, region, q0, q1, k0, k1, lo, hi = self.table.T
         code, at = np.unique(i * self.parts + j, return_inverse=True)
 
         def total(values: np.ndarray) -> np.ndarray:
@@ -125,8 +125,8 @@ class TrafficModel:
         """Return a side's chunks, the other side's groups of ``size`` ranks (1: chunks), and the rows of each pair."""
         if (size, side) not in self._rows:
             if size == 1:
-                code, first = self._table[:, 0] * self.parts + self._table[:, 1], 3 if side is Side.QUERY else 5
-                union = Union.of(code, self._table[:, first], self._table[:, first + 1])
+                code, first = self.table[:, 0] * self.parts + self.table[:, 1], 3 if side is Side.QUERY else 5
+                union = Union.of(code, self.table[:, first], self.table[:, first + 1])
                 i, j = np.divmod(union.keys, self.parts)
                 own, other = (i, j) if side is Side.QUERY else (j, i)
             else:
@@ -151,8 +151,8 @@ class TrafficModel:
         """Count the key rows that leave the busiest node if a shard goes to each rank, or node, that needs it."""
         host = np.asarray(nodes)
         place = host if by_nodes else np.arange(self.world)
-        users, owners, many = self._table[:, 0], self._table[:, 1], int(place.max()) + 1
-        union = Union.of(owners * many + place[users], self._table[:, 5], self._table[:, 6])
+        users, owners, many = self.table[:, 0], self.table[:, 1], int(place.max()) + 1
+        union = Union.of(owners * many + place[users], self.table[:, 5], self.table[:, 6])
         owner, there = np.divmod(union.keys, many)
         away = host[owner] != (there if by_nodes else host[there])
         return int(np.bincount(host[owner], union.counts * away, minlength=1).max())

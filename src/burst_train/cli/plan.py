@@ -279,6 +279,9 @@ def notes(request: ForecastRequest, results: list[Forecast]) -> Iterator[str]:
         if unmeasured > 1:
             what = "this hardware was not measured with this library: every figure here"
         yield f"Rates of {rates.name}: {rates.source}; {what} is a prediction."
+    if request.model.chooses and results:
+        every, again = (bytes_text(request.choices(remat)) for remat in ("none", "layer"))
+        yield f"The memory of a rank includes {every} of chosen keys until the backward; with --remat layer {again}."
     name, positions = request.model.name, request.model.positions
     if request.too_long and request.rope_scaling is None:
         factor = ceil(request.seq_len / request.joined / (positions or 1))

@@ -12,8 +12,10 @@ from math import ceil, log2
 
 import numpy as np
 
+from burst_attention.plan.assignment import KEYS_CIRCULATE
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.schedule import Schedule
@@ -37,6 +39,7 @@ class Workload:
     rates: Rates
     remat: Remat = "none"
     calls: int = 1  # that run in a row and overlap: chunks of heads
+    indexed: Indexed | None = None  # how it attends to chosen keys; None: to all keys
     widest: Mask | None = None  # the widest mask of all layers, which a balanced layout follows; None: ``mask``
 
     @property
@@ -104,7 +107,10 @@ class AttentionTimes:
 def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: bool = False) -> AttentionStrategy:
     """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it."""
     schedule = setting.schedule(strategy)
-    groups, circulate = setting.planner.decide(schedule, setting.shape, caches=caches, lse=lse)
+    if setting.indexed is not None:
+        groups, circulate = WHOLE, KEYS_CIRCULATE
+    else:
+        groups, circulate = setting.planner.decide(schedule, setting.shape, caches=caches, lse=lse)
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 
@@ -128,7 +134,9 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
 
 
 def simulations(way: AttentionStrategy, setting: Workload) -> list[Timed]:
-    """Simulate a forward and a backward step by step, on all ranks."""
+    """Simulate a forward and a backward step by step, on all ranks; an indexed layer's choice is in the forward."""
+    if setting.indexed is not None:
+        return setting.planner.simulated_indexed(setting.schedule(way.strategy), setting.indexed, setting.shape)
     return setting.planner.simulated(setting.schedule(way.strategy), setting.shape, way.circulate, way.groups)
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.plan.strategy import strategy_of, text_of
+from burst_attention.plan.strategy import for_chosen_keys, strategy_of, text_of
 from burst_attention.planner.choice import TIE
 
 from ..memory import RematName, Saving
@@ -149,7 +149,18 @@ def _check(name: str, q: ForecastRequest) -> None:
         raise ValueError("it can't compute attention in chunks of heads; leave --attention-chunks out to see it")
     if q.joined > 1 and name != q.strategy:
         raise ValueError("it has no layout balanced; leave --packing balanced out to see it")
+    if q.model.chooses:
+        _check_indexed(name, q)
     choose(name, attention_chunks=q.saving.attention_chunks).check(q.model, q.seq_len, q.sharing)
+
+
+def _check_indexed(name: str, q: ForecastRequest) -> None:
+    """Raise ValueError if layers that attend to chosen keys can't run by the strategy, or with these options."""
+    if q.saving.attention_chunks > 1:
+        raise ValueError("--attention-chunks can't split heads that share a choice of keys; leave it out")
+    degree = 1 if name in FOREIGN else strategy_of(name).over(q.sharing).ulysses_degree
+    if isinstance(degree, int) and degree > 1:
+        raise ValueError(f"--strategy {name} splits heads, and all heads of a layer share a choice of keys")
 
 
 def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True, caches: bool = True) -> PredictedStep:
@@ -166,15 +177,18 @@ def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True, caches:
         strategy = replace(strategy, layout="balanced")
     chunks = q.saving.attention_chunks
     options = {"caches": chunks == 1, "lse": "sinks" in q.model.options}
-    for mask in q.masks:  # layers that differ in their windows share one layout
-        ways.append(chosen(q.setting(mask), strategy, **options))
+    if q.model.chooses:
+        strategy = for_chosen_keys(strategy)
+    for kind in q.kinds:  # layers that differ in their windows share one layout
+        ways.append(chosen(q.setting(*kind), strategy, **options))
         strategy = replace(strategy, layout=ways[0].layout)
     q = replace(q, layout=ways[0].layout)  # which says how full a rank may be
     calls, held, kept, results = [], 0, 0, 0
-    for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
+    for way, (kind, count) in zip(ways, q.kinds.items(), strict=True):
         if timed:
-            calls.append((count * chunks, predict_call(way, q.setting(mask))))
-        held = max(held, buffers(way, q.setting(mask), q.dtype, calls=min(chunks, OVERLAPPING)))
+            calls.append((count * chunks, predict_call(way, q.setting(*kind))))
+        if not q.model.chooses:  # else no formula gives the memory
+            held = max(held, buffers(way, q.setting(*kind), q.dtype, calls=min(chunks, OVERLAPPING)))
         if way.groups.keep:
             shape, times = q.shape, way.groups.query // way.groups.key
             token = q.tokens * shape.batch * shape.io
@@ -199,13 +213,13 @@ def predicted_step(name: str, q: ForecastRequest, *, timed: bool = True, caches:
 
 
 def _tensor(q: ForecastRequest) -> PredictedStep:
-    calls = tuple((count, tensor(q.setting(mask), q.model.hidden)) for mask, count in q.masks.items())
+    calls = tuple((count, tensor(q.setting(*kind), q.model.hidden)) for kind, count in q.kinds.items())
     gathered = 2 * q.batch * q.seq_len * q.model.hidden * q.io
     return PredictedStep(
         q=q,
         way="heads and columns sharded",
         calls=calls,
-        buffers=max(buffers(ALONE, alone(q.setting(mask)), q.dtype) for mask in q.masks),
+        buffers=max(buffers(ALONE, alone(q.setting(*kind)), q.dtype) for kind in q.kinds),
         more={"kept": gathered, "gathered": gathered * 3 // 2},
         whole=True,
         flags="--strategy tensor-sequence",

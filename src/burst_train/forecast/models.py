@@ -18,12 +18,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from burst_attention.integrations import hf
+from burst_attention.plan.indexed import Indexed
 
 from ..presets import POSITIONS, PRESETS, has_own_positions
 from ..step.model import load_config
 from ..step.positions import scale_rope
 from ..strategies import Heads
-from ..structure import build_empty, decoder_layers, indexer_of
+from ..structure import build_empty, decoder_layers
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
@@ -45,10 +46,12 @@ class Model(Heads):
     vocabulary: int
     inside: tuple[Matrix, ...] = field(repr=False)  # weights of the decoder layers
     outside: tuple[Matrix, ...] = field(repr=False)  # all other weights
-    products: int  # multiplications per token in the layers, without the attention itself
+    products: int  # multiplications per token in the layers, without the attention itself and without indexers
     head_products: int  # multiplications per token in the head
     tied: bool  # embedding and head are one matrix
     reaches: tuple[hf.Reach, ...]  # what each attention sees
+    indexed: tuple[Indexed | None, ...]  # how each attends to chosen keys; None: to all
+    index_products: int = 0  # multiplications per token in the indexers' linear layers, which have no backward
     positions: int | None = None  # max_position_embeddings; None: not stated, or as many as the run needs
 
     @classmethod
@@ -59,14 +62,19 @@ class Model(Heads):
         experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
         if experts is not None:
             raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
-        if indexer := indexer_of(model):
-            raise ValueError(f"has an indexer that chooses keys ({indexer}), whose work is not predicted")
-        reaches, layers = hf.attention_windows(model), decoder_layers(model)
+        reaches, layers, indexed = hf.attention_windows(model), decoder_layers(model), hf.indexed_layers(model)
+        indexers = [each for each in model.modules() if type(each).__name__.endswith("Indexer")]
+        if len(indexers) != sum(each is not None and each.chooses for each in indexed):
+            kind = type(indexers[0]).__name__
+            raise ValueError(f"has an indexer that chooses keys ({kind}), whose work is not predicted")
         if not reaches or not heads.q_heads:
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
         inside = {id(p): _matrix(p) for p in layers.parameters()}
         linear = [each for layer in layers for each in layer.modules() if isinstance(each, nn.Linear)]
         recurrent = hf.recurrent_layers(layers).items()
+        scoring = sum(
+            each.weight.numel() for part in indexers for each in part.modules() if isinstance(each, nn.Linear)
+        )
         states = sum(_state_products(layers.get_submodule(path), kind) for path, kind in recurrent)
         head = model.get_output_embeddings().weight
         return cls(
@@ -76,10 +84,12 @@ class Model(Heads):
             vocabulary=head.shape[0],
             inside=tuple(inside.values()),
             outside=tuple(_matrix(p) for p in model.parameters() if id(p) not in inside),
-            products=sum(each.weight.numel() for each in linear) + states,
+            products=sum(each.weight.numel() for each in linear) + states - scoring,
+            index_products=scoring,
             head_products=head.numel(),
             tied=head is model.get_input_embeddings().weight,
             reaches=tuple(reaches),
+            indexed=tuple(indexed),
             positions=getattr(config, POSITIONS, None) if has_own_positions(name) else None,
         )
 
@@ -100,6 +110,11 @@ class Model(Heads):
         )
 
     @property
+    def chooses(self) -> bool:
+        """Whether an indexer chooses the keys of any layer."""
+        return any(self.indexed)
+
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.q_heads * self.head_dim
@@ -113,6 +128,12 @@ class Model(Heads):
     def windows_by_count(self) -> Mapping[hf.Reach, int]:
         """Number of attention layers with each reach, those that see all first."""
         return Counter(sorted(self.reaches, key=lambda reach: reach is not None))
+
+    @property
+    def kinds_by_count(self) -> Mapping[tuple[hf.Reach, Indexed | None], int]:
+        """Number of attention layers with each reach and way to get keys, in the order of ``windows_by_count``."""
+        kinds = zip(self.reaches, self.indexed, strict=True)
+        return Counter(sorted(kinds, key=lambda kind: kind[0] is not None))
 
     @property
     def layer(self) -> tuple[Matrix, ...]:

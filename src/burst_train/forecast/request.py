@@ -12,11 +12,12 @@ from burst_attention import Mask
 from burst_attention.attention import mask_of, shape_of, widest_of
 from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.indexed import Indexed
 from burst_attention.plan.layout import BALANCED
 from burst_attention.planner.planner import Remat
 from burst_attention.planner.rates import Rates
 
-from ..health.flops import PEAKS, seen_pairs
+from ..health.flops import PEAKS, indexed_pairs
 from ..memory import DISK, Saving
 from .attention import Transfer, Workload, gather
 from .models import Model
@@ -152,10 +153,10 @@ class ForecastRequest:
         return self.dtype.itemsize
 
     @property
-    def masks(self) -> Mapping[Mask, int]:
-        """Number of layers with each mask."""
-        windows = self.model.windows_by_count.items()
-        return {mask_of(reach, self.seq_len, self.borders): count for reach, count in windows}
+    def kinds(self) -> Mapping[tuple[Mask, Indexed | None], int]:
+        """Number of layers with each mask, and way to get keys."""
+        kinds = self.model.kinds_by_count.items()
+        return {(mask_of(reach, self.seq_len, self.borders), indexed): count for (reach, indexed), count in kinds}
 
     @property
     def shape(self) -> Shape:
@@ -169,8 +170,8 @@ class ForecastRequest:
         uneven = self.layout == BALANCED and self.borders is not None
         return most_tokens(self.seq_len, self.sharing) if uneven else -(-self.seq_len // self.sharing)
 
-    def setting(self, mask: Mask) -> Workload:
-        """Return the attention call of a layer with this mask; one of a chunk of heads, if there are several."""
+    def setting(self, mask: Mask, indexed: Indexed | None = None) -> Workload:
+        """Return the attention call of a layer of this kind; one of a chunk of heads, if there are several."""
         chunks, shape = self.saving.attention_chunks, self.shape
         return Workload(
             seq_len=self.seq_len,
@@ -181,18 +182,39 @@ class ForecastRequest:
             rates=self.cluster.rates,
             remat=self.remat or "none",
             calls=chunks,
+            indexed=indexed,
             widest=mask_of(widest_of(self.model.windows_by_count), self.seq_len, self.borders),
         )
 
     @property
     def flops(self) -> float:
-        """FLOP of a forward and backward on all ranks, without recomputation: two products per unmasked pair."""
-        shape = self.shape
+        """FLOP of a forward and backward on all ranks, without recomputation: two products per unmasked pair.
+
+        Of chosen keys only their pairs count, and an indexer has no backward.
+        """
+        shape, attention, forward = self.shape, 0.0, 0.0
         per_pair = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
-        windows = self.model.windows_by_count.items()
-        attention = per_pair * sum(count * seen_pairs(self.seq_len, reach, self.borders) for reach, count in windows)
-        products = 2.0 * self.batch * self.seq_len * (self.model.products + self.model.head_products)
-        return 3 * (attention + products)
+        for (reach, indexed), count in self.model.kinds_by_count.items():
+            scored, pairs = indexed_pairs(self.seq_len, reach, self.borders, indexed)
+            attention += count * per_pair * pairs
+            forward += count * shape.batch * scored
+        per_weight = 2.0 * self.batch * self.seq_len
+        products = per_weight * (self.model.products + self.model.head_products)
+        return 3 * (attention + products) + forward + per_weight * self.model.index_products
+
+    def choices(self, remat: Remat) -> int:
+        """Return the bytes of chosen keys that a rank keeps for a backward, on the rank with most tokens.
+
+        A layer that runs again makes its choice again. What a "shared" layer gets from a layer before is kept.
+        """
+        kept = [0]
+        layers = self.model.indexed
+        for layer, after in zip(layers, (*layers[1:], None), strict=True):
+            if layer is not None and layer.chooses:
+                shared = after is not None and not after.chooses
+                kept.append(layer.choice_bytes * (shared or remat != "layer"))
+        most = max((layer.choice_bytes for layer in layers if layer is not None), default=0)
+        return self.batch * self.tokens * max(sum(kept), most)
 
     @property
     def limit(self) -> float | None:
@@ -215,6 +237,7 @@ class ForecastRequest:
             again += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
         per_weight = 2.0 * self.batch * self.seq_len
         flops = per_weight * (passes * m.products + 4 * m.head_products) + per_weight * m.layers * again
+        flops += per_weight * m.index_products * (2 if remat == "layer" else 1)  # their choice needs no backward
         seconds = self.tokens / self.seq_len * flops / self.product_rate + passes * self._elementwise_seconds
         if cluster.device.bandwidth is None:
             return seconds
@@ -222,7 +245,7 @@ class ForecastRequest:
 
     def forward_seconds(self) -> float:
         """Return the seconds of a forward of the layers, without attention, on the rank with most tokens."""
-        products = 2.0 * self.batch * self.tokens * self.model.products
+        products = 2.0 * self.batch * self.tokens * (self.model.products + self.model.index_products)
         return products / self.product_rate + self._elementwise_seconds
 
     @property

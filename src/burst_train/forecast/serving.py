@@ -177,8 +177,8 @@ class Serving:
     def _attention(self) -> float:
         """Bytes per token that the attention of a prompt holds besides q, k and v."""
         q = self.q
-        pairs = zip(self.prompt.ways, q.masks, strict=True)
-        held = max(buffers(way, q.setting(mask), q.dtype, direction=Direction.FORWARD) for way, mask in pairs)
+        pairs = zip(self.prompt.ways, q.kinds, strict=True)
+        held = max(buffers(way, q.setting(*kind), q.dtype, direction=Direction.FORWARD) for way, kind in pairs)
         return held / (q.batch * q.tokens)
 
     def fewest_ranks(self) -> int | None:

@@ -41,7 +41,7 @@ class StepRecord:
     seconds: float
     tokens: int  # since the start of the run, over all groups
     bytes_sent: int | None  # by rank 0's attention; None for uncounted collectives
-    bytes_predicted: int | None  # by the plans; None if an indexer chooses keys
+    bytes_predicted: int  # by the plans
     held_out_loss: float | None = None  # after the update
     flops: int | None = 0  # the model's own, over all ranks
     mfu: float | None = None  # their share of all devices' peak

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
+from burst_attention.plan.strategy import for_chosen_keys
 
 from ..checkpoint.saving import resumable, resume
 from ..checkpoint.snapshot import TrainingState
@@ -27,7 +30,7 @@ from ..health.flops import ModelFlops, peak_of
 from ..health.watch import StepWatch, traced
 from ..run.metrics import StepRecord, Summary
 from ..strategies import Heads, choose
-from ..structure import indexer_of, windows_of
+from ..structure import build_empty
 from .evaluate import token_losses
 from .model import batch_of, build_model, model_config, model_in, ranks_of_heads
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
@@ -50,8 +53,11 @@ class Trainer(TrainingState):
             rope_scaling=config.model.rope_scaling,
             named=config.data.tokenizer,
         )
-        self.windows = windows_of(self.model_config)
+        empty = build_empty(self.model_config)
+        self.windows = hf.attention_windows(empty)
         self.sharing = choose(**config.how)
+        if any(hf.indexed_layers(empty)):
+            self.sharing = replace(self.sharing, strategy=for_chosen_keys(self.sharing.strategy))
         self.heads = Heads.of(self.model_config)
         self.own_heads = self.heads.of_rank(ranks_of_heads(self.model_config, config.parallel.tensor_parallel))
         self.notes: list[str] = []  # for the user
@@ -74,8 +80,8 @@ class Trainer(TrainingState):
             lora=config.model.lora,
             tensor=context.tensor_mesh,
         )
-        self.chooses = indexer_of(self.model) is not None  # the plans don't count what is sent for chosen keys
-        self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config)
+        self.indexed = hf.indexed_layers(model_in(self.model)) if self._posts else []
+        self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config, self.indexed)
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
@@ -163,7 +169,7 @@ class Trainer(TrainingState):
         """Tokens that one step reads over all ranks."""
         return self.config.sequences_per_step * self.config.data.seq_len
 
-    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int | None]:
+    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
         """Accumulate the gradient of the mean loss over a step's sequences; return the loss and the bytes predicted."""
         self.watch.enter("forward")
         self._agree_on(sequences)
@@ -179,8 +185,8 @@ class Trainer(TrainingState):
             part_loss.backward()
             self.watch.enter("forward")
             loss += part_loss.item()
-            predicted += 0 if self.chooses else self._predict_sent(batch[0].cu_seqlens)
-        return self.context.sum_over_groups(loss), None if self.chooses else predicted
+            predicted += self._predict_sent(batch[0].cu_seqlens)
+        return self.context.sum_over_groups(loss), predicted
 
     def _forward(self, batch: Mapping[str, Tensor], num_valid: int) -> Tensor:
         """Return the batch's part of the mean loss over ``num_valid`` tokens."""
@@ -254,8 +260,7 @@ class Trainer(TrainingState):
         waited = sum(waits) / len(waits) if waits else None
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
-        predictions = [record.bytes_predicted for record in records if record.bytes_predicted is not None]
-        predicted = sum(predictions) / len(predictions) if predictions else None
+        predicted = sum(record.bytes_predicted for record in records) / len(records) if records else None
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
@@ -315,6 +320,7 @@ class Trainer(TrainingState):
         else:
             layers = [self.plan] * len(self.windows)
         rows = self.config.micro_batch[0]
-        forward, backward = self.sharing.sent(layers, self.own_heads, batch=rows, dtype=self.dtype)
+        sizes: dict[str, Any] = {"batch": rows, "dtype": self.dtype, "indexed": self.indexed}
+        forward, backward = self.sharing.sent(layers, self.own_heads, **sizes)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

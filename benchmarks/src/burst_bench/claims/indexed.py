@@ -1,11 +1,16 @@
-"""A step of a DeepSeek V3.2 layer: stock sdpa against one rank.
+"""A step of a DeepSeek V3.2 layer: stock sdpa against one rank, or ranks of an emulated cluster against predictions.
 
 Both run in one process each, with the same threads, and take turns. The layer is small: hidden 512, 8 heads, 8 index
 heads, 256 chosen keys, a dense MLP of 64, a vocabulary of 128, in fp32 with random weights. A step is a forward and a
 backward. A first step is not timed: it compares the losses and counts peak memory, the most resident bytes minus those
 before. --ours lists lengths that stock is not run at.
 
-    burst bench indexed [--seq-lens 4096 8192] [--ours 16384] [--threads 2] [--rounds 3]"""
+With --cluster, ours over its ranks takes turns with ours in one process, each rank with one thread. Rates are measured
+first, as burst calibrate does, with unlimited links; these time none of the steps. Then seconds and bytes of a step are
+predicted from them, as burst plan does, and compared with those measured and counted. It needs root and iproute2.
+
+    burst bench indexed [--seq-lens 4096 8192] [--ours 16384] [--threads 2] [--rounds 3]
+    burst bench indexed --cluster 2x1 [--link 1gbit] [--seq-lens 4096 8192]"""
 
 from __future__ import annotations
 
@@ -18,14 +23,22 @@ from transformers import AutoModelForCausalLM, DeepseekV32Config
 
 from burst_attention.cli.tables import console_of_tables, print_table
 from burst_attention.integrations import hf
+from burst_attention.planner.rates import Rates
+from burst_train.forecast.forecast import forecast_of
+from burst_train.forecast.models import Model
+from burst_train.forecast.request import Cluster, Device, ForecastRequest
 
 from ..arguments import WrittenArguments, asked
+from ..cluster import Cluster as EmulatedCluster
+from ..cluster import parse_cluster, parse_rate
+from ..harness.calibration import calibrated, limited
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..pool import WorkerPool
 from ..tables import mebibytes, spread
 
 TIMEOUT = 3600.0  # seconds
+STRATEGY = "burst"
 APART = 1e-3  # of the losses: keys with nearly equal scores may be chosen otherwise
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -57,13 +70,17 @@ class IndexedArguments(WrittenArguments):
     """Lengths at which only ours is run."""
     threads: int = 2
     rounds: int = 3
+    cluster: str | None = None
+    """NODESxRANKS of an emulated cluster: compare predictions over its ranks with a step. Else stock against ours."""
+    link: str = "1gbit"
+    """Rate of each node's link; none: no limit."""
 
 
 @cache
 def _model(parallel: bool) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(DeepseekV32Config(**SIZES), attn_implementation="sdpa").train()
-    return hf.parallelize(model, strategy="burst") if parallel else model
+    return hf.parallelize(model, strategy=STRATEGY) if parallel else model
 
 
 def _step(parallel: bool, threads: int, length: int) -> float:
@@ -105,11 +122,107 @@ def measured(pools: list[WorkerPool], length: int, a: IndexedArguments) -> dict[
 
 def main(arguments: list[str]) -> None:
     a = asked(IndexedArguments(), __doc__, "burst bench indexed", arguments)
+    if a.cluster is not None:
+        over_ranks(a, a.cluster)
+        return
     with WorkerPool(1, timeout=TIMEOUT) as stock, WorkerPool(1, timeout=TIMEOUT) as ours:
         rows = [measured([stock, ours], length, a) for length in (*a.seq_lens, *a.ours)]
     title = f"a step of a DeepSeek V3.2 layer, fp32, one process x {a.threads} threads; rounds: {a.rounds}"
     print_table(console_of_tables(), [line(row) for row in rows], title=title, legend=LEGEND)
     a.write(model=SIZES, rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRanks:
+    """A step over the ranks of a pool."""
+
+    pool: WorkerPool
+    per_node: int
+    rates: Rates
+
+    def predicted(self, length: int) -> tuple[float, list[int]]:
+        """Return the predicted seconds of a step, and the bytes that each rank sends."""
+        world = self.pool.world
+        cluster = Cluster(ranks=world, per_node=self.per_node, rates=self.rates, device=Device())
+        model = Model.read(DeepseekV32Config(**SIZES), "a layer")
+        request = ForecastRequest(
+            seq_len=length, cluster=cluster, model=model, dtype=torch.float32, remat="none", strategy=STRATEGY
+        )
+        step, (kind, *_) = forecast_of(STRATEGY, request), request.kinds
+        (way,), setting = step.ways, request.setting(*kind)
+        traffic = (setting.schedule(way.strategy, n).indexed_traffic(kind[1], setting.shape) for n in range(world))
+        return step.attention + step.rest, [each.sent for each in traffic]  # weights are whole: none are exchanged
+
+    def seconds(self, length: int) -> float:
+        """Return the seconds of a step of the slowest rank."""
+        return max(self.pool.run(_timed_on_shards, length, timeout=TIMEOUT))
+
+    def sent(self, length: int) -> list[int]:
+        """Return the bytes that each rank's attention sends in a step."""
+        return self.pool.run(_on_shards, length, timeout=TIMEOUT)
+
+
+def _on_shards(length: int) -> int:
+    """Run on a rank: one step on its shard; return the bytes that its layers sent."""
+    torch.set_num_threads(1)
+    model = _model(True)
+    ids = torch.randint(1, SIZES["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
+    model.zero_grad()
+    with hf.shards(model, {"input_ids": ids, "labels": ids}) as shard:
+        before = shard.plan.transport.sent
+        hidden = model.model(**shard)[0]
+        loss = hf.next_token_loss(model, hidden, shard.labels, shard.plan)
+    loss.backward()
+    return shard.plan.transport.sent - before
+
+
+def _timed_on_shards(length: int) -> float:
+    return seconds_of(partial(_on_shards, length))
+
+
+def over_ranks(a: IndexedArguments, cluster: str) -> None:
+    """Print predicted and measured seconds and bytes of a step in one process, and over the ranks of a cluster."""
+    (nodes, ranks), link, rows = parse_cluster(cluster), parse_rate(a.link), list[dict[str, Any]]()
+    with (
+        EmulatedCluster(nodes, ranks) as network,
+        WorkerPool(network.world, entries=network.entries(), timeout=TIMEOUT) as many,
+        WorkerPool(1, timeout=TIMEOUT) as one,
+    ):
+        rates = limited(calibrated(many), link)
+        network.set_rate(link)
+        sides = OverRanks(pool=one, per_node=1, rates=rates), OverRanks(pool=many, per_node=ranks, rates=rates)
+        for length in a.seq_lens:
+            counted = [side.sent(length) for side in sides]
+            took = take_turns([partial(side.seconds, length) for side in sides], a.rounds)
+            for side, sent, seconds in zip(sides, counted, took, strict=True):
+                predicted, bytes_predicted = side.predicted(length)
+                row = {"tokens": length, "ranks": side.pool.world, "predicted": predicted, "seconds": seconds}
+                rows.append(row | {"bytes_predicted": bytes_predicted, "bytes": sent})
+            rows[-1]["ratios"] = ratios(took[1], took[0])
+            rows[-1]["ratio_predicted"] = rows[-2]["predicted"] / rows[-1]["predicted"]
+    title = f"a step of a DeepSeek V3.2 layer, fp32, {cluster} ranks of a thread, {a.link}; rounds: {a.rounds}"
+    print_table(console_of_tables(), [line_of_ranks(row) for row in rows], title=title, legend=LEGEND_OF_RANKS)
+    a.write(model=SIZES, rates=rates.as_dict(), rows=rows)
+
+
+LEGEND_OF_RANKS = {
+    "predicted s": "by burst plan, from the measured rates",
+    "seconds": "a forward and a backward of the slowest rank, median and range of the rounds",
+    "bytes predicted": "that the layer's exchanges send, on the rank with the most",
+    "bytes": "the same, counted",
+    "one process": "its time divided by the ranks', round by round",
+    "ratio predicted": "the same, of predicted seconds",
+}
+
+
+def line_of_ranks(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of one length and number of ranks."""
+    cells = {"tokens": f"{row['tokens']:,}", "ranks": str(row["ranks"]), "predicted s": f"{row['predicted']:.3g}"}
+    cells |= {"seconds": spread(row["seconds"])}
+    cells |= {"bytes predicted": f"{max(row['bytes_predicted']):,}", "bytes": f"{max(row['bytes']):,}"}
+    several = "ratios" in row
+    cells["one process"] = spread(row["ratios"]) if several else "-"
+    return cells | {"ratio predicted": f"{row['ratio_predicted']:.2f}" if several else "-"}
 
 
 LEGEND = {

@@ -23,6 +23,7 @@ from .call.outputs import ParallelOutput
 from .call.run import Shard, ahead, shards
 from .layers.attention import register
 from .layers.by_hand import shard_batch
+from .layers.indexed import indexed_layers
 from .layers.memory import Memory
 from .measure import check_model
 from .parallel import parallelize, plans_of, unparallelize
@@ -47,6 +48,7 @@ __all__ = [
     "clip_grad_norm_",
     "find_form",
     "find_head",
+    "indexed_layers",
     "layer_windows",
     "next_token_loss",
     "parallelize",

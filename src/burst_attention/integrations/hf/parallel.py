@@ -30,7 +30,7 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import check_temperature
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.mask import Mask
-from burst_attention.plan.strategy import Strategy
+from burst_attention.plan.strategy import Strategy, for_chosen_keys
 
 from . import untouched
 from .call import arguments, generate, heads, run, vision
@@ -41,7 +41,7 @@ from .layers.attention import call_shape, register
 from .layers.dealt import passed
 from .layers.memory import Memory, unsave
 from .reading import attached, forwards, known, models, read, structure
-from .reading.parts import text_of
+from .reading.parts import Kind, text_of
 from .running import running
 from .state import Gradients, ModelState, form_of
 from .tensor import axis
@@ -107,7 +107,7 @@ def parallelize(
     given = {"group": group, "strategy": strategy, "hardware": hardware, "timeout": timeout}
     asked = repr(strategy)
     if plan is None:
-        plan = make_plan(1, **given | _hints(base, memory, hardware))
+        plan = make_plan(1, **given | _hints(base, memory, hardware, strategy))
     elif not isinstance(plan, Plan):
         raise TypeError(f"plan={plan!r} must be a Plan of make_plan, or None")
     else:
@@ -140,11 +140,14 @@ def parallelize(
     return model
 
 
-def _hints(base: Any, memory: Any, hardware: Hardware | None) -> dict[str, Any]:
+def _hints(base: Any, memory: Any, hardware: Hardware | None, strategy: Any) -> dict[str, Any]:
     """Return what ``make_plan`` gets to predict the time of the model's calls."""
     cut, chunks = axis.cut_of(base), getattr(memory, "attention_chunks", 1)
     if cut is None:
-        return {"call": call_shape(base, chunks)}
+        hints: dict[str, Any] = {"call": call_shape(base, chunks)}
+        if strategy is None and isinstance(base, nn.Module) and read(base).of(Kind.INDEXED):
+            hints["strategy"] = for_chosen_keys(Strategy())
+        return hints
     # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
     if isinstance(hardware, Hardware | None) and (hardware is None or hardware.rates is None):
         hardware = Hardware(rates="preset", nodes=None if hardware is None else hardware.nodes)

@@ -23,7 +23,7 @@ from . import checks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
-from .indexed import Indexed, attend_to_latents, to_chosen_rows
+from .indexed import IndexedAttention, attend_to_latents, to_chosen_rows
 
 
 def register() -> None:
@@ -73,7 +73,7 @@ class Attention:
 
         Args:
             query: [B, Hq, S_local, D]; key, value: [B, Hkv, S_local, D or Dv], or the latent and the rotary part of an
-                :class:`Indexed` layer; s_aux: the layer's sinks [Hq].
+                :class:`IndexedAttention` layer; s_aux: the layer's sinks [Hq].
             plan: those of the running call, as layers pass them on. Any others are checked as plans by hand.
             indices: [B, S_local, count], the keys that the layer's indexer has chosen; block_indices: [B, Hkv, S_local,
                 count], those in the blocks that it has chosen (:mod:`.indexed`).
@@ -89,7 +89,7 @@ class Attention:
         if indices is not None:
             options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
         weight = None
-        if isinstance(module, Indexed) and module.keeps_latent():
+        if isinstance(module, IndexedAttention) and module.keeps_latent():
             weight = module.up_projection() if attend is _to_chosen else None
             if weight is None:
                 key, value = module.expanded(key, value)

@@ -32,7 +32,7 @@ from ..reading.forwards import parameters_in, taker_of
 from ..running import ALONE, RUNNING, RunningPlans, running, running_plans
 from . import checks
 from .dealt import Step, passed
-from .indexed import Indexed, Indexer
+from .indexed import IndexedAttention, Indexer
 from .own_attention import OwnAttention
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
@@ -249,7 +249,7 @@ def pooled(body: Any, hidden: Tensor) -> Tensor | None:
 _MIXINS: Mapping[Kind, type[Converted]] = {
     Kind.MIXER: _Mixer,
     Kind.TEMPERED: _Tempered,
-    Kind.INDEXED: Indexed,
+    Kind.INDEXED: IndexedAttention,
     Kind.INDEXER: Indexer,
     Kind.SCORES: OwnAttention,
     Kind.PLACES: _Placed,

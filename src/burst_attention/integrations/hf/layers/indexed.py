@@ -23,9 +23,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from burst_attention.attention.chosen import choose_blocks, choose_keys, chosen_attention
 from burst_attention.attention.plan import Plan
+from burst_attention.plan.indexed import Indexed
 
 from ..classes import Converted
+from ..reading import known
 from ..reading.attached import HOOKS
+from ..reading.models import attentions_of
 from ..running import ALONE, running_plans
 from . import checks
 from .checks import MaskRequest
@@ -33,7 +36,7 @@ from .dealt import Step
 from .own_attention import Recorded, name_of, unknown
 
 
-class Indexed(Converted):
+class IndexedAttention(Converted):
     """An attention to the keys of an indexer. Its own code cuts a mask for the indexer, so it needs one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,14 +63,58 @@ class Indexed(Converted):
         None: something else changes the projection, or a latent is no smaller than the keys and values of all heads.
         """
         module: Any = self
-        own, dims = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
-        attached = "forward" in own.__dict__ or any(getattr(own, hooks) for hooks in HOOKS)
-        if type(own) is not nn.Linear or own.bias is not None or attached or type(own.weight) is not nn.Parameter:
+        weight = module.kv_b_proj.weight
+        if not _sends_latents(module) or type(weight) is not nn.Parameter:
             return None
-        weight = own.weight.unflatten(0, (-1, sum(dims)))
-        rotary: int = module.qk_rope_head_dim
-        smaller = weight.shape[2] + rotary < len(weight) * (sum(dims) + rotary)
-        return weight if smaller else None
+        return weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+
+
+def _sends_latents(module: Any) -> bool:
+    """Return whether an attention's latent is smaller than its heads, and a plain ``kv_b_proj`` expands it."""
+    own = getattr(module, "kv_b_proj", None)
+    if type(own) is not nn.Linear or own.bias is not None:
+        return False
+    if "forward" in own.__dict__ or any(getattr(own, hooks) for hooks in HOOKS):
+        return False
+    width, rotary = module.qk_nope_head_dim + module.v_head_dim, module.qk_rope_head_dim
+    smaller: bool = own.in_features + rotary < own.out_features // width * (width + rotary)
+    return smaller
+
+
+def indexed_layers(model: Any) -> list[Indexed | None]:
+    """Return how each attention of a causal language model gets its keys, in the order of ``attention_windows``.
+
+    None: it attends to all keys that it sees. ``burst_attention.attention.chosen_bytes`` takes the others. A "shared"
+    layer, which has no indexer, takes the choice of the layer before, and so its number of keys.
+    """
+    found: list[Indexed | None] = []
+    count = 0
+    for module in attentions_of(model):
+        if not known.is_indexed(module):
+            found.append(None)
+            continue
+        indexer = getattr(module, "indexer", None)
+        sizes: dict[str, Any] = {}
+        if indexer is not None:
+            block = getattr(indexer, "block_size", 0)
+            count = indexer.topk_blocks * block if block else indexer.index_topk
+            heads = indexer.num_heads if block else indexer.n_heads
+            sizes = {"index_heads": heads, "index_dim": indexer.head_dim, "block": block}
+            sizes["wide"] = known.has_wide_keys(indexer)
+        found.append(Indexed(count=count, **sizes, **_sizes_of_calls(module)))
+    return found
+
+
+def _sizes_of_calls(module: Any) -> dict[str, Any]:
+    """Return the sizes of an attention's calls of ``chosen_attention``."""
+    names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "inside")
+    if not hasattr(module, "kv_b_proj"):
+        q_heads, kv_heads = (x.out_features // module.head_dim for x in (module.q_proj, module.k_proj))
+        return dict(zip(names, (q_heads, kv_heads, module.head_dim, module.head_dim, False), strict=True))
+    heads, latent = module.num_heads, module.kv_lora_rank
+    if _sends_latents(module):
+        return dict(zip(names, (heads, 1, latent + module.qk_rope_head_dim, latent, True), strict=True))
+    return dict(zip(names, (heads, heads, module.qk_head_dim, module.v_head_dim, False), strict=True))
 
 
 def attend_to_latents(
@@ -140,14 +187,18 @@ class _IndexerCall(TorchFunctionMode):
         if name == "matmul" and not self._done and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
             (a, b), of_blocks = args, hasattr(self.module, "block_size")
             if of_blocks and b.shape[1] == 1 and a.shape[2] == self.length:
-                return _Blocks(self, a, b.mT)
+                return _Blocks(self, *self._alike(a, b.mT))
             if not of_blocks and b.shape[1] == 1 and a.shape[1] == self.length:
-                q, keys = self._narrow(a), self._narrow(b)
-                return _Scores(self, q, keys) if q.dtype == keys.dtype else _Scores(self, a, b)
+                return _Scores(self, *self._alike(a, b))
         result = func(*args, **kwargs)
         if name == "float" and args[0].dtype in (torch.bfloat16, torch.float16):
             self._widened[id(result)] = result, args[0]
         return result
+
+    def _alike(self, q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as they were before they were widened, if both then have the same dtype."""
+        narrow = self._narrow(q), self._narrow(keys)
+        return narrow if narrow[0].dtype == narrow[1].dtype else (q, keys)
 
     def _narrow(self, x: Tensor) -> Tensor:
         """Return the tensor in half precision that ``x`` is a copy of: keys are sent, and fp32 would double them."""

@@ -87,6 +87,7 @@ SCORES = names(
 )
 # Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
 _INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL")
+_WIDE_KEYS = ("Dots3NoteTextIndexer",)  # indexers that rotate their keys by angles in fp32, and so send them in fp32
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
 _COUNTED = names(
@@ -287,6 +288,11 @@ def is_indexed(module: nn.Module) -> bool:
 def is_indexer(module: nn.Module) -> bool:
     """Return whether a module is a known indexer."""
     return _starts_a_name(module, "Indexer")
+
+
+def has_wide_keys(module: nn.Module) -> bool:
+    """Return whether an indexer's keys are in fp32 at least, whatever the model's dtype."""
+    return stock_class(module).__name__ in _WIDE_KEYS
 
 
 def _starts_a_name(module: nn.Module, role: str) -> bool:

@@ -106,14 +106,23 @@ def attention_windows(model: Any) -> list[Reach]:
 
     A layer without an attention has no entry, and one with several has as many.
     """
-    body = read(text_of(model))
-    lists = [part.module for part in body if isinstance(part.module, nn.ModuleList)]
-    layers = [body.by_id[id(layer)] for layers in lists if _holds_layers(layers) for layer in layers]
+    layers = _attentions_by_layer(model)
     reaches = layer_windows(model.config.get_text_config(decoder=True))
     if len(reaches) != len(layers):
         reaches = [None] * len(layers)
-    counts = [sum(part.kind in ATTENTIONS for part in layer.inside) for layer in layers]
-    return [reach for reach, count in zip(reaches, counts, strict=True) for _ in range(count)]
+    return [reach for reach, layer in zip(reaches, layers, strict=True) for _ in layer]
+
+
+def attentions_of(model: Any) -> list[nn.Module]:
+    """Return the attentions of a causal language model, in the order of :func:`attention_windows`."""
+    return [module for layer in _attentions_by_layer(model) for module in layer]
+
+
+def _attentions_by_layer(model: Any) -> list[list[nn.Module]]:
+    body = read(text_of(model))
+    lists = [part.module for part in body if isinstance(part.module, nn.ModuleList)]
+    layers = [body.by_id[id(layer)] for layers in lists if _holds_layers(layers) for layer in layers]
+    return [[part.module for part in layer.inside if part.kind in ATTENTIONS] for layer in layers]
 
 
 def _holds_layers(modules: nn.ModuleList) -> bool:
