@@ -108,16 +108,13 @@ def attention_windows(model: Any) -> list[Reach]:
     """
     body = read(text_of(model))
     lists = [part.module for part in body if isinstance(part.module, nn.ModuleList)]
-    layers = [body.by_id[id(layer)] for layers in lists if _holds_layers(layers) for layer in layers]
+    stacks = [modules for modules in lists if all(isinstance(x, GradientCheckpointingLayer) for x in modules)]
+    layers = [body.by_id[id(layer)] for stack in stacks for layer in stack]
     reaches = layer_windows(model.config.get_text_config(decoder=True))
     if len(reaches) != len(layers):
         reaches = [None] * len(layers)
     counts = [sum(part.kind in ATTENTIONS for part in layer.inside) for layer in layers]
     return [reach for reach, count in zip(reaches, counts, strict=True) for _ in range(count)]
-
-
-def _holds_layers(modules: nn.ModuleList) -> bool:
-    return all(isinstance(layer, GradientCheckpointingLayer) for layer in modules)
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, str]:
