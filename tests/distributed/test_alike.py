@@ -38,6 +38,7 @@ from tests.support.hf_models import WHOLE_HEADS
 
 SIZES = [(1, 1, 2), (1, 2, 1), (1, 2, 2)]
 BY_NAME = (DisagreementError, ExchangeError, PeerError)
+ROWS = ("input_ids", "labels")
 PATIENCE = 10.0  # seconds of the other ranks after one has failed
 ROUTED = {"router_aux_loss_coef": 0.3}
 
@@ -99,19 +100,11 @@ def with_its_own_loss(model):
 
 @contextlib.contextmanager
 def changed(weight):
-    local = getattr(weight, "_local_tensor", weight).data
+    local = getattr(weight, "_local_tensor", weight).detach()  # which counts writes, as a buffer needs
     before = local.clone()
     local.mul_(1.5)
     yield
     local.copy_(before)
-
-
-@contextlib.contextmanager
-def multiplied(buffer):
-    before = buffer.clone()
-    buffer.mul_(1.5)
-    yield
-    buffer.copy_(before)
 
 
 def given(**changes):
@@ -139,6 +132,7 @@ OTHERWISE = {
         ),
         "the digest of attention_mask",
     ),
+    "rows": (given(**{name: lambda b, name=name: b[name].repeat(2, 1) for name in ROWS}), "the digest of input_ids"),
     "documents": (given(position_ids=lambda b: (torch.arange(37) % 20).expand(2, -1)), "documents"),
     "count": (given(num_items_in_batch=50), "num_items_in_batch"),
     "fused": (given(fused_lm_head=True), "fused_lm_head"),
@@ -155,7 +149,7 @@ OTHERWISE = {
     "layout": (lambda model, other, _: set_to(model._burst, plans=other._burst.plans), "the plan"),
     "frozen": (lambda model, *_: frozen(model.model.norm.weight), "which parameters need a gradient"),
     "dtype": (lambda model, *_: rounded(model.model.norm.weight), "dtypes and shapes of the weights"),
-    "buffers": (lambda model, *_: multiplied(model.model.rotary_emb.inv_freq), "a sample of the buffers (model.rotary"),
+    "buffers": (lambda model, *_: changed(model.model.rotary_emb.inv_freq), "a sample of the buffers (model.rotary"),
     **{
         name: (change, f"settings of the model's parts ({what}")
         for name, change, what in (
@@ -228,6 +222,8 @@ def test_what_one_rank_does_otherwise_is_named_by_all(pools, sizes, seed):
         for name, text in found.items():
             assert OTHERWISE[name][1] in text, (name, text)
             assert OF_THE_MODEL.search(text), (name, text)  # before a loss or a layer compares what it gets
+            assert "samplers" in text or not OTHERWISE[name][1].startswith(("the digest of", "documents")), text
+            assert "samplers" not in text or name not in ("count", "no gradients"), text
         check(step)
         if sizes == (1, 2, 2):
             named = [field for _, field in OTHERWISE.values()]

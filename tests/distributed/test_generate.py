@@ -128,26 +128,27 @@ def test_any_strategy_fills_the_cache_and_takes_a_long_turn(strategy):
 SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
 
 
-def sampled_here(seed_of_others=3):
+def sampled_here(name, seed_of_others=3):
     """Return the sampled tokens of this process's rank, or the text of its error."""
-    model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=10)
+    model = hf.parallelize(copy.deepcopy(model_of(name)), timeout=20)
     torch.manual_seed(3 if dist.get_rank() == 0 else seed_of_others)
     try:
-        return generate(model, ShardedCache(model.config, timeout=10), ids_of(80), **SAMPLED).sequences
+        return generate(model, ShardedCache(model.config, timeout=20), ids_of(80), **SAMPLED).sequences
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_a_seed_gives_one_text_over_ranks(pools):
-    greedy = alone("llama", ids_of(80), max_new_tokens=NEW).sequences
+@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa"])
+def test_a_seed_gives_one_text_over_ranks(pools, name):
+    greedy = alone(name, ids_of(80), max_new_tokens=NEW).sequences
     torch.manual_seed(3)
-    expected = alone("llama", ids_of(80), **SAMPLED).sequences
+    expected = alone(name, ids_of(80), **SAMPLED).sequences
     assert not torch.equal(expected, greedy)
-    assert all(torch.equal(each, expected) for each in pools(2).run(sampled_here))
+    assert all(torch.equal(each, expected) for each in pools(2).run(sampled_here, name))
 
 
 def test_other_seeds_are_refused(pools):
-    for text in pools(2).run(sampled_here, 4):
+    for text in pools(2).run(sampled_here, "llama", 4):
         assert text.startswith("DisagreementError") and "torch.manual_seed(seed)" in text
 
 

@@ -10,9 +10,8 @@ from burst_attention.comm.link import connect
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, cache
 from burst_attention.inference.slots import Held, seen_keys
-from burst_attention.integrations import hf
 from burst_attention.testing import local_world
-from tests.distributed.test_generate import SAMPLED, at_all_worlds, continued, padded, tokens_at_once
+from tests.distributed.test_generate import at_all_worlds, continued, padded, tokens_at_once
 from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, labels_sent, model_of, over_ranks
 from tests.support.indexed_models import COUNT, FAMILIES, Choices, noting_choices
 
@@ -91,21 +90,6 @@ def test_pieces_turns_and_a_saved_cache(family, tmp_path):
 def test_two_hundred_tokens(family):
     """Pages of several ranks are full then."""
     at_all_worlds(family, ids_of(100), (3,), max_new_tokens=200)
-
-
-def sampled_here():
-    """Return the sampled tokens of this process's rank."""
-    model = hf.parallelize(copy.deepcopy(model_of("glm_moe_dsa")), timeout=20)
-    torch.manual_seed(3)
-    return generate(model, ShardedCache(model.config, timeout=20), ids_of(100), **SAMPLED).sequences
-
-
-def test_a_seed_gives_the_tokens_of_one_process(pools):
-    greedy = alone("glm_moe_dsa", ids_of(100), max_new_tokens=NEW).sequences
-    torch.manual_seed(3)
-    expected = alone("glm_moe_dsa", ids_of(100), **SAMPLED).sequences
-    assert not torch.equal(expected, greedy)
-    assert all(torch.equal(each, expected) for each in pools(2).run(sampled_here))
 
 
 @pytest.mark.parametrize("family", families_but())

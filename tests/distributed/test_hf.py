@@ -20,13 +20,6 @@ from tests.support.hf_models import MODELS, SEQLEN, WINDOW, make_batch, make_mod
 DOCUMENTS = (0, 3, 21, 22, 41)
 
 
-def described(batch, cu_seqlens):
-    """Return the batch with the documents as transformers' attention finds them, by restarting positions."""
-    borders = cu_seqlens or (0, batch["input_ids"].shape[1])
-    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(borders)])
-    return batch | {"position_ids": positions.repeat(2, 1), "labels": batch["labels"].masked_fill(positions == 0, -100)}
-
-
 class LossModel(torch.nn.Module):
     """An FSDP root whose forward returns the loss; it keeps the hidden states."""
 
@@ -206,13 +199,14 @@ def odd_model_on_rank_1(name):
     """Return the text of this rank's error, and whether a later correct call works."""
     plan = make_plan(SEQLEN, timeout=10)
     labels, good = plan.shard_labels(make_batch()["labels"]), make_model("llama")
-    odd = Shifted(good.config).double() if name == "shifted" else make_model(name)
+    odd = {"shifted": lambda: Shifted(good.config).double(), "headless": lambda: torch.nn.Linear(2, 2)}
+    odd = odd.get(name, lambda: make_model(name))()
     hidden = torch.ones(2, plan.length, 32, dtype=torch.float64)
     dist.barrier()
     try:
         hf.next_token_loss(odd if plan.rank == 1 else good, hidden, labels, plan)
         reported = "nothing was raised"
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         reported = str(error)
     return reported, hf.next_token_loss(good, hidden, labels, plan).isfinite().item()
 
@@ -220,6 +214,7 @@ def odd_model_on_rank_1(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("headless", "model is a Linear, and its body or its head is not"),
         ("shifted", "the logits of Shifted are neither a factor times its head's product"),
         ("cohere", "factor differs over the ranks (rank 0: 1.0, rank 1: 0.25)"),
         ("gemma2", "softcap differs over the ranks (rank 0: None, rank 1: 2.5)"),

@@ -12,12 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from burst_attention import Mask, Strategy, make_plan
-from burst_attention.attention.batch import Plans
-from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
 from tests.support.conditioning import greatest
-from tests.support.hf_models import make_batch, make_model, make_plans
 from tests.unit.test_token_log_probs import ALL, DIFFERENTIABLE, dense, relative
 
 BATCH, WIDTH, VOCABULARY, PROMPT = 4, 8, 23, 6
@@ -294,45 +291,3 @@ def under_fsdp():
 def test_under_fsdp_with_a_rank_without_targets(pools):
     for errors in pools(2).run(under_fsdp, timeout=60.0):
         assert greatest(errors) <= 1e-12
-
-
-def of_a_model(name):
-    """Errors of a model's results and of its summed gradients, against its own logits on one device."""
-    plans = make_plans(name, 41, timeout=20, layout="zigzag")
-    batch, theirs, ours = make_batch(41), make_model(name, "eager"), make_model(name)
-    logits = theirs(batch["input_ids"], use_cache=False).logits[:, :-1] / 0.8
-    log_p = logits.log_softmax(-1)
-    log_probs = log_p.gather(-1, batch["labels"][:, 1:, None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    (log_probs.square().mean() - entropy.mean()).backward()
-    shard = hf.shard_batch(batch, plans)
-    hidden = ours.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plans, use_cache=False)[0]
-    head, one = hf.find_head(ours), Plans.of(plans).one
-    how = {**head.options, "temperature": 0.8, "outputs": ALL}
-    result = token_log_probs(hidden, head.weight, shard["shift_labels"], one, **how)
-    (result.log_probs.square().mean() - result.entropy.mean()).backward()
-    errors = {"log_probs": relative(result.log_probs, log_probs), "entropy": relative(result.entropy, entropy)}
-    for (key, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        gradient = x.grad.clone()
-        dist.all_reduce(gradient)
-        errors[key] = relative(gradient, y.grad)
-    return errors, result.is_top1.shape
-
-
-@pytest.mark.parametrize("name", ["gemma2", "phi"])
-def test_of_a_models_own_logits(pools, name):
-    for errors, shape in pools(2).run(of_a_model, name, timeout=60.0):
-        assert greatest(errors.values()) <= 2e-6, errors
-        assert shape == (2, 40)
-
-
-def odd_model_on_rank_1():
-    plan = make_plan(40, timeout=10)
-    labels, hidden = plan.shard_labels(make_batch()["labels"]), torch.ones(2, plan.length, 32, dtype=torch.float64)
-    model = torch.nn.Linear(2, 2) if plan.rank == 1 else make_model("llama")
-    with pytest.raises(TypeError, match="model is a Linear, and its body or its head is not"):
-        hf.next_token_loss(model, hidden, labels, plan)
-
-
-def test_a_model_without_a_head_on_one_rank_is_refused_on_all(pools):
-    pools(2).run(odd_model_on_rank_1)

@@ -603,12 +603,6 @@ def refused(wrong):
     return "nothing", ""
 
 
-def other_batch():
-    model, _ = meshed("llama", (1, 2, 2))
-    batch = batch_of("plain", int(dist.get_rank() == 3))
-    model(**batch)
-
-
 def other_labels_in_the_loss():
     model, hidden, plan, labels = ready_for_a_loss()
     labels = labels.roll(1) if dist.get_rank() == 1 else labels
@@ -638,18 +632,6 @@ def other_weights():
     model = model_of("llama")
     model.model.norm.weight.data += dist.get_rank() == 3
     hf.tensor_parallel(model, mesh_of(1, 2, 2)["tp"])
-
-
-def other_weights_after_the_cut():
-    model, _ = meshed("llama", (1, 2, 2))
-    model.model.norm.weight.data += dist.get_rank() % 2
-    model(**batch_of("plain", 0))
-
-
-def other_parts_after_the_cut():
-    model, _ = meshed("llama", (1, 2, 2))
-    model.lm_head.weight.to_local().data.mul_(1 + (dist.get_rank() == 3))
-    model(**batch_of("plain", 0))
 
 
 def other_strategy():
@@ -772,12 +754,9 @@ def twice():
 
 
 REFUSED = {  # by what is wrong: who makes it so on the ranks, the class of the error, a part of its text
-    "other batch": (other_batch, "DisagreementError", "digest of input_ids"),
     "other labels in the loss": (other_labels_in_the_loss, "DisagreementError", "digest of labels"),
     "no gradient on one rank": (no_gradient_on_one_rank, "DisagreementError", "whether hidden needs a gradient"),
     "a rank that raises in the loss": (a_rank_that_raises_in_the_loss, "ValueError", "labels holds"),
-    "other weights after the cut": (other_weights_after_the_cut, "DisagreementError", "a sample of the weights"),
-    "other parts after the cut": (other_parts_after_the_cut, "DisagreementError", "this rank's parts of the weights"),
     "other strategy": (other_strategy, "DisagreementError", "strategy"),
     "no group": (lambda: hf.parallelize(cut(model_of("llama")), timeout=20), "DisagreementError", "rank in the group"),
     "copied": (lambda: copy.deepcopy(meshed("llama", (1, 2, 2))[0]), "TypeError", "can't be copied"),

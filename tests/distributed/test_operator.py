@@ -249,14 +249,6 @@ def test_checkpointing_may_keep_what_attention_gave(keep, world, heads):
                 assert torch.equal(mine, theirs)
 
 
-def test_second_derivatives_are_refused():
-    plan = make_plan(9)
-    inputs = shards(plan)
-    (grad,) = torch.autograd.grad(layer(*inputs, plan), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="can be differentiated once"):
-        grad.sum().backward()
-
-
 def twice(group=None):
     """What a penalty on a gradient raises where a call caches its results."""
     plan = make_plan(33, group=group, strategy=Strategy(ulysses_degree=2, cache_qkv=True))

@@ -127,6 +127,7 @@ def test_a_run_goes_on_over_other_ranks_layouts_strategies_and_groups(pools, cor
         (2, {"strategy": "layout=contiguous"}),
         (4, {"data_parallel": 2}),
         (3, {"strategy": "layout=striped"}),
+        (3, {"packing": "balanced", "batch": 2}),
         (4, {"strategy": "tensor", "data_parallel": 2}),
     ]
     shared = {"steps": len(places), "global_batch": 2, "save_every": "1", "keep": 1, "seq_len": 96}

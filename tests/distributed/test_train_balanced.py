@@ -1,4 +1,4 @@
-"""``burst train --packing balanced``: the run of one process, also if it is resumed, evaluates or has windows."""
+"""``burst train --packing balanced``: the run of one process, also if it evaluates or has windows."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 from burst_train.step.loop import train
 from tests.support.training import config_of, losses, metrics, norms, weights
 
-from .test_resume import end_at
 from .test_train import SMALL
 
 STEPS = 6
@@ -75,19 +74,3 @@ def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, mode
     summary = pools(world).run(train, config)[0]
     assert_same(tmp_path / "run", expected)
     assert summary.bytes_sent == summary.bytes_predicted and max(summary.bytes_sent) > 0
-
-
-@pytest.mark.long
-def test_a_resumed_run_is_the_run_of_one_process(pools, corpus, one_process, tmp_path):
-    """It goes on over other ranks, by other packing and by another number of sequences at a time."""
-    _, expected = one_process("tiny")
-    shared = SHARED | {"save_every": "1", "keep": 1}
-    places = [(2, BALANCED), (3, BALANCED | {"batch": 2}), (2, {}), (1, BALANCED)]
-    for step, (world, changes) in enumerate(places, start=1):
-        resume = {"resume": "newest"} if step > 1 else {}
-        config = config_of(corpus, tmp_path / "run", **shared, **changes, **resume)
-        if step < len(places):
-            end_at(pools(world), config, step)
-        else:
-            pools(world).run(train, config)
-    assert_same(tmp_path / "run", expected)

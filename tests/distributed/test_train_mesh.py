@@ -1,4 +1,4 @@
-"""``burst train --tensor-parallel``: the losses of a run without it, checkpoints of any mesh, and refusals."""
+"""``burst train --tensor-parallel``: the losses of a run without it, and checkpoints of any mesh."""
 
 import itertools
 import math
@@ -97,21 +97,3 @@ def test_buffers_of_a_loaded_model_follow_its_dtype(pools, corpus, tmp_path, nam
     Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | {"vocab_size": 259})).save_pretrained(tmp_path / name)
     own = {"model": str(tmp_path / name), "tokenizer": "bytes", "dtype": "float64", "steps": 1}
     pools(2).run(train, config_of(corpus, tmp_path / "out", **own))
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"tensor_parallel": 2, "strategy": "single"}, "--tensor-parallel 2 can't be combined with --strategy single"),
-        ({"tensor_parallel": 2, "attention_chunks": 2}, "can't be combined with --attention-chunks"),
-        ({"tensor_parallel": 2, "compile": True}, "can't be combined with --compile"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(corpus, tmp_path, changes, text):
-    with pytest.raises(ValueError, match=text):
-        config_of(corpus, tmp_path, **changes).check()
-
-
-def test_ranks_that_do_not_divide_are_refused(corpus, tmp_path):
-    with pytest.raises(ValueError, match="--tensor-parallel 3 must divide the 2 ranks of a data-parallel group"):
-        config_of(corpus, tmp_path, tensor_parallel=3, data_parallel=2).check_world(4)

@@ -36,12 +36,7 @@ def made(model_type: str, head: str) -> Any:
     # Under eager attention ModernBERT's padding that sees no token is NaN, and OPT's softmax is in fp32.
     config._attn_implementation = "sdpa" if model_type in ("modernbert", "opt") else "eager"
     torch.manual_seed(0)
-    model = kind(config).double().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
+    return families.moved(kind(config).double().eval(), 1, 0.1)
 
 
 def make_batch(head: str, case: str) -> dict[str, torch.Tensor]:

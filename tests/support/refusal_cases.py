@@ -6,17 +6,15 @@ A call is a Python expression, or a command line if it begins with ``burst``.
 import copy
 import os
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import peft
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from burst_attention import CallShape, Mask, Strategy, burst_attention, kernels, make_plan
+from burst_attention import CallShape, Hardware, Mask, Strategy, burst_attention, kernels, make_plan
 from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.inference import ShardedCache, shard_weights
@@ -25,8 +23,6 @@ from burst_attention.loss import next_token_loss, token_log_probs
 from burst_train import strategies
 from burst_train.data.corpus import open_corpus
 from burst_train.run.lock import claimed
-from tests.support import vision_models
-from tests.support.adapters import LORA, TUNERS
 from tests.support.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
 from tests.support.trainer_refusals import TRAINERS, trainer_names
 from tests.tools import families
@@ -64,6 +60,7 @@ CALL: Cases = [
 ]
 PLAN: Cases = [
     ("make_plan('8')", "TypeError: seqlen='8' must be an int"),
+    ("make_plan(3.0)", "TypeError: seqlen=3.0 must be an int"),
     ("make_plan(-1)", "ValueError: seqlen=-1 must be at least 0 and world=1 at least 1"),
     ("make_plan(8, strategy=Strategy(layout='snake'))", "ValueError: layout='snake' is unknown; choose one of"),
     ("make_plan(8, strategy=Strategy(route='star'))", "ValueError: route='star' is unknown; choose one of auto,"),
@@ -76,6 +73,21 @@ PLAN: Cases = [
     ),
     ("make_plan(8, call=CallShape(remat='all'))", "ValueError: remat='all' is unknown; choose one of none, layer,"),
     ("make_plan(8, call=CallShape(attention_chunks=0))", "ValueError: attention_chunks=0 must be at least 1"),
+    ("make_plan(8, call=CallShape(q_heads=8))", "ValueError: CallShape has q_heads=8 and head_dim=None;"),
+    ("make_plan(8, call=CallShape(q_heads=8, kv_heads=3, head_dim=4))", "ValueError: q_heads=8 must be a multiple of"),
+    ("make_plan(8, call=CallShape(q_heads=0, head_dim=4))", "ValueError: q_heads=0"),
+    ("make_plan(8, call=CallShape(q_heads=8, head_dim=4, dtype=torch.int32))", "TypeError: dtype=torch.int32"),
+    ("make_plan(8, call=4)", "TypeError: call=4 must be a CallShape"),
+    ("make_plan(8, hardware='h100-hgx')", "TypeError: hardware='h100-hgx' must be a Hardware"),
+    ("make_plan(8, hardware=Hardware(rates='abacus'))", "ValueError: rates='abacus' is no preset"),
+    ("make_plan(8, hardware=Hardware(rates=3))", "TypeError: rates=3 must be Rates"),
+    ("make_plan(8, hardware=Hardware(rates='nowhere.toml'))", "ValueError: can't read rates of nowhere.toml:"),
+    ("make_plan(8, hardware=Hardware(nodes=[0, 1]))", "ValueError: nodes=[0, 1] must be one integer"),
+    ("make_plan(8, hardware=Hardware(nodes=[True]))", "ValueError: nodes=[True]"),
+    ("make_plan(8, hardware=Hardware(nodes=3))", "TypeError: nodes=3 must be the node of each rank"),
+    ("make_plan(8, strategy=4)", "TypeError: strategy=4 must be a Strategy or a name"),
+    ("make_plan(8, strategy='usp:0')", "ValueError: strategy='usp:0' is unknown"),
+    ("make_plan(8, strategy=Strategy(ulysses_degree='half'))", "ValueError: ulysses_degree='half'"),
     ("make_plan(8, strategy='turbo')", "ValueError: strategy='turbo' is unknown; choose one of auto,"),
     (
         "make_plan(8, strategy=Strategy(layout='balanced-per-document'))",
@@ -134,7 +146,11 @@ PLAN: Cases = [
     ("setattr(plan, 'seqlen', 9)", "AttributeError: seqlen can't be set: plans are immutable. Make another with"),
     ("plan.shard(x, 5)", "ValueError: dim=5 is out of range for x with 3 dims"),
     ("plan.shard(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be the sequence, 8 tokens"),
+    ("plan.unshard(x, 3)", "ValueError: dim=3 is outside of x's 3 dims"),
     ("plan.unshard(x, 1, grad='mean')", "ValueError: grad='mean' is unknown; choose slice or sum"),
+    ("plan.unshard(x, 1, at=[3, 8])", "ValueError: at="),
+    ("plan.unshard(x, 1, at=[3, 3])", "ValueError: at="),
+    ("plan.unshard(x[:, :7], 1, at=[3])", "ValueError: x has shape [1, 7, 4]: dim 1 must be this rank's 8 tokens"),
     ("plan.sum_shards(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be the sequence's 8 tokens"),
     ("plan.sum_shards([1], 0)", "TypeError: x is a list, not a tensor; pass the sequence's 8 tokens"),
     ("plan.unshard(x[:, :7], 1)", "ValueError: x has shape [1, 7, 4]: dim 1 must be this rank's 8 tokens"),
@@ -143,6 +159,7 @@ PLAN: Cases = [
         "plan.bytes(batch=1, q_heads=3, kv_heads=2, head_dim=16, dtype=torch.float32)",
         "ValueError: q_heads=3 must be a multiple of kv_heads=2",
     ),
+    ("plan.bytes(batch=0, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.float32)", "ValueError: batch=0"),
     (
         "plan.bytes(batch=1, q_heads=2, kv_heads=2, head_dim=16, dtype=torch.int8)",
         "TypeError: dtype=torch.int8 can't be used; choose one of torch.float64, torch.float32,",
@@ -176,10 +193,6 @@ PLAN_OF_TWO: Cases = [
 DIFFER: Cases = [
     ("make_plan([8, 9][rank], group=group)", "DisagreementError: make_plan: the ranks disagree on seqlen: rank 0"),
     (
-        "make_plan(8, strategy=Strategy(layout=['zigzag', 'striped'][rank]), group=group)",
-        "DisagreementError: make_plan: the ranks disagree on layout: rank 0 has zigzag, rank 1 has",
-    ),
-    (
         "make_plan(8, call=CallShape(q_heads=4, head_dim=8, dtype=dtype), group=group)",
         "DisagreementError: make_plan: the ranks disagree on call.dtype: rank 0 has torch.float32,",
     ),
@@ -188,35 +201,11 @@ DIFFER: Cases = [
         "DisagreementError: burst_attention: the ranks disagree on scale: rank 0 has 0.5, rank 1 has",
     ),
     (
-        "burst_attention(q, k, v, plan.with_mask(Mask(window=[2, 3][rank])))",
-        "DisagreementError: burst_attention: the ranks disagree on mask: rank 0 has Mask(causal=True,",
-    ),
-    (
-        "burst_attention(*(x.to(dtype) for x in (q, k, v)), plan)",
-        "DisagreementError: burst_attention: the ranks disagree on dtype: rank 0 has torch.float32,",
-    ),
-    (
-        "burst_attention(q.clone().requires_grad_(rank == 0), k, v, plan)",
-        "DisagreementError: burst_attention: the ranks disagree on gradients wanted by q, k, v, sinks: rank 0 has",
-    ),
-    (
-        "burst_attention(q, k, v, plan, kernel=['aten', 'reference'][rank])",
-        "DisagreementError: burst_attention: the ranks disagree on kernel: rank 0 has aten, rank 1 has",
-    ),
-    (
         "burst_attention(q, k, v, plan, scale=[0.5, float('inf')][rank])",
         "ValueError: rank 1 refused the call: scale=inf must be a finite number, or None for 1 /",
     ),
     ("burst_attention(q, k, [v, v[:, :1]][rank], plan)", "ValueError: rank 1 refused the call: k has 2 heads, v has"),
     ("plan.unshard(x[:, :, : 3 - rank], 1)", "DisagreementError: unshard: the ranks disagree on other dims: rank 0"),
-    (
-        "next_token_loss(hidden, weight, labels, plan, num_valid=[4, 5][rank])",
-        "ValueError: num_valid differs over the ranks (rank 0: 4.0, rank 1: 5.0); pass the same",
-    ),
-    (
-        "token_log_probs(hidden, weight, shifted, plan, temperature=[1.0, 0.5][rank])",
-        "DisagreementError: token_log_probs: the ranks disagree on temperature: rank 0 has 1.0, rank 1",
-    ),
     ("pickle.dumps(plan)", "TypeError: a plan over 2 ranks can't be pickled or deep-copied: it is tied to this"),
 ]
 LOSS: Cases = [
@@ -279,7 +268,11 @@ LOSS += [
 HF: Cases = [
     ("hf.shard_batch([1, 2], plan)", "TypeError: batch is a list; pass a mapping with input_ids"),
     ("hf.shard_batch({**batch, 'token_type_ids': ids}, plan)", "ValueError: batch has ['token_type_ids'], which"),
+    ("hf.shard_batch({**batch, 'position_ids': ids}, plan)", "ValueError: batch has ['position_ids'], which"),
     ("hf.shard_batch({'labels': ids}, plan)", "ValueError: batch has no input_ids; pass token ids [batch, sequence]"),
+    ("hf.shard_batch({'input_ids': ids.tolist()}, plan)", "TypeError: input_ids is a list"),
+    ("hf.shard_batch({'input_ids': ids[:, 1:]}, plan)", "ValueError: input_ids has shape [2, 39]"),
+    ("hf.shard_batch({**batch, 'labels': ids[:1]}, plan)", "ValueError: labels has 1 rows, input_ids 2"),
     ("hf.shard_batch({**batch, 'labels': ids[:, 1:]}, plan)", "ValueError: labels has shape [2, 39]; pass [batch,"),
     (
         "hf.shard_batch({**batch, 'attention_mask': padding}, plan)",
@@ -287,6 +280,8 @@ HF: Cases = [
     ),
     ("model(**{**right, 'plan': None})", "ValueError: plan is missing: call hf.parallelize(model), then the"),
     ("model(**{**right, 'plan': 'zigzag'})", "TypeError: plan='zigzag' must be a Plan, or a mapping such as {None:"),
+    ("model(**{**right, 'plan': {}})", "TypeError: plan={} must be a Plan"),
+    ("model(**{**right, 'attention_mask': seen})", "ValueError: attention_mask: a mask Tensor [2, 1, 40, 40]"),
     ("model(**{**right, 'attention_mask': padding})", "ValueError: attention_mask: a padding mask (zeros in"),
     (
         "model(**{**right, 'position_ids': right['position_ids'] + 1})",
@@ -298,7 +293,16 @@ HF: Cases = [
     ),
     ("model(**right, is_causal=False)", "ValueError: is_causal=False of the layer is not the causal=True of the"),
     ("model(**right, cu_seq_lens_q=borders)", "ValueError: cu_seq_lens_q=Tensor [2] is refused: the plan defines"),
+    ("model(**right, cu_seq_lens_k=borders)", "ValueError: cu_seq_lens_k=Tensor [2] is refused: the plan defines"),
+    ("model(**right, max_length_q=40)", "ValueError: max_length_q=40 is refused: the plan defines"),
+    ("model(**right, max_length_k=40)", "ValueError: max_length_k=40 is refused: the plan defines"),
+    ("model(**right, seq_idx=ids)", "ValueError: seq_idx=Tensor [2, 40] is refused: the plan defines"),
+    ("model(**right, head_mask=ids)", "ValueError: head_mask=Tensor [2, 40] is refused: masking heads is not"),
+    ("model(**right, position_bias=ids)", "ValueError: position_bias=Tensor [2, 40] is refused: a bias on attention"),
+    ("model(**right, alibi=ids)", "ValueError: alibi=Tensor [2, 40] is refused: a bias on attention logits"),
     ("model(**right, softcap=-30.0)", "ValueError: softcap=-30.0 must be a number from 2.23e-308 to 8.99e+307, or"),
+    ("model(**right, softcap=0.0)", "ValueError: softcap=0.0 must be a number from 2.23e-308 to 8.99e+307, or"),
+    ("model(**right, s_aux=borders)", "TypeError: sinks is torch.int64 on cpu; it must be floating point on cpu"),
     ("model(**right, s_aux=torch.zeros(3))", "ValueError: sinks has shape [3]; it must be [4], one logit a query"),
     ("model(**right, output_attentions=True)", "ValueError: output_attentions=True is refused: attention weights"),
     ("model(**right, temperature=2.0)", "ValueError: temperature=2.0 is refused: its effect on the attention is"),
@@ -319,6 +323,8 @@ HF: Cases = [
 ]
 MODELS: Cases = [
     ("hf.check_config(config('llama', attention_dropout=0.1))", "ValueError: attention_dropout=0.1 of the"),
+    ("hf.check_config(config('gpt2', attn_pdrop=0.1))", "ValueError: attn_pdrop=0.1 of the configuration"),
+    ("hf.check_config(config('llama', rope_parameters=dynamic))", "ValueError: rope_parameters has rope type 'dynam"),
     ("hf.check_config(config('t5'))", "ValueError: is_encoder_decoder=True of the configuration: cross-attention is"),
     ("hf.check_config(config('recurrent_gemma'))", "ValueError: block_types of the configuration has 'recurrent':"),
     ("hf.check_config(config('bloom'))", "ValueError: transformer.h.0.self_attention (BloomAttention) adds biases"),
@@ -327,30 +333,10 @@ MODELS: Cases = [
     ("hf.check_config(config('bigbird_pegasus'))", "ValueError: model.decoder (BigBirdPegasusDecoder) has"),
     ("hf.unparallelize(eager)", "ValueError: model is a LlamaForCausalLM that is not parallelized; don't call"),
     (
-        "hf.unparallelize(nn.Sequential(seeing))",
+        "hf.unparallelize(nn.Sequential(hf.parallelize(make_model('llama'), plan.transport.group)))",
         "ValueError: model is a Sequential around the parallelized model; pass",
     ),
     ("hf.check_model(eager, plan)", "ValueError: attn_implementation='eager' of layers of LlamaForCausalLM: their"),
-    ("hf.check_model(shifting, plan)", "ValueError: model.layers.0.mlp.1 (Shift) is not known to treat each token"),
-    (
-        "hf.check_model(disguised, plan)",
-        "ValueError: model.layers.0.mlp.1 (ShiftLayer) is not known to treat each token independently: it uses roll",
-    ),
-    ("forward(shifting)", "ValueError: layers.0.mlp.1 (Shift) is not known to treat each token independently (if"),
-    ("forward(hooked)", "ValueError: layers.0 (LlamaDecoderLayer) has the hook print, which would get only this"),
-    ("forward(noisy)", "ValueError: layers.0.mlp (LlamaMLP) has residual_dropout=0.3, so it draws random"),
-    ("forward(thinned)", "ValueError: layers.0.mlp.more (Dropout) has p=0.1, so it draws random values: they"),
-    ("hf.parallelize(lily, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) is"),
-    ("hf.parallelize(activated, plan.transport.group)", "ValueError: layers.0.self_attn.q_proj (Linear) uses"),
-    ("hf.parallelize(headed, plan.transport.group)", "TypeError: model's lm_head has an adapter (peft.tuners.lora."),
-    ("hf.parallelize(prefixed, plan.transport.group)", "ValueError: model is tuned by PEFT's prefix tuning, which"),
-    (
-        "hf.parallelize(dropping, plan.transport.group)(**images)",
-        "ValueError: model.visual.blocks.0.more (Dropout) has",
-    ),
-    ("seeing(**{**images, 'position_ids': places})", "ValueError: position_ids are refused: a vision-language model"),
-    ("seeing(**{**images, 'attention_mask': in_front})", "ValueError: padding in front of the tokens: not supported"),
-    ("seeing(**images, pixels=places)", "ValueError: pixels=Tensor [1, 43] is refused: did you mean pixel_values?"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "ValueError: no attention has used the plan for this batch, so each rank attended to its",
@@ -434,7 +420,13 @@ PARALLEL: Cases = [
         "strategies.choose('tensor').check(heads, 64, 4)",
         "ValueError: --strategy tensor shares 6 query heads equally, but",
     ),
+    ("strategies.choose('tensor').check(heads, 63, 2)", "ValueError: --strategy tensor shares 63 tokens"),
     ("strategies.choose('tensor-sequence').check(heads, 63, 2)", "ValueError: --strategy tensor-sequence shares 63"),
+    ("strategies.choose('ulysses').check(heads, 64, 3)", "ValueError: --strategy ulysses has the Ulysses degree 3,"),
+    ("strategies.choose('usp:x')", "ValueError: strategy='usp:x' is unknown"),
+    ("strategies.choose('layout=zigzag,heads=2')", "ValueError: strategy="),
+    ("strategies.choose('layout=zigzag,layout=contiguous')", "ValueError: strategy="),
+    ("strategies.choose('layout=around')", "ValueError: layout='around' is unknown"),
     (
         "strategies.choose('single').check(heads, 64, 2)",
         "ValueError: --strategy single runs each sequence on one",
@@ -482,6 +474,12 @@ COMMANDS: Cases = [
         "exit status 2: --data-parallel 2 splits the ranks, but --packing balanced shares a batch",
     ),
     ("burst plan --packing balanced --seq-len 64 --ranks 2", "exit status 2: --batch 1 leaves --packing balanced"),
+    ("burst train --ranks 4 --data-parallel 2 --tensor-parallel 3", "exit status 2: --tensor-parallel 3 must divide"),
+    ("burst train --ranks 2 --tensor-parallel 2 --strategy single", "exit status 2: --tensor-parallel 2 can't be"),
+    ("burst train --ranks 2 --tensor-parallel 2 --attention-chunks 2", "exit status 2: --tensor-parallel 2 can't be"),
+    ("burst train --ranks 2 --tensor-parallel 2 --compile", "exit status 2: --tensor-parallel 2 can't be"),
+    ("burst train --lora 4", "exit status 2: --lora 4 adapts a trained model, but --model tiny has random weights"),
+    ("burst train --lora 4 --model theirs --strategy tensor", "exit status 2: --lora 4 is not for --strategy tensor"),
     ("burst train --ranks 2 --strategy single", "exit status 2: --strategy single runs each sequence on one rank, not"),
     ("burst train --data-parallel 2 --global-batch 3", "exit status 2: --global-batch 3 must be a multiple of 2,"),
     ("burst train --global-batch 4 --accumulate 3", "exit status 2: --global-batch 4 is not --data-parallel 1 x"),
@@ -557,49 +555,10 @@ def tangent(function: Any, x: torch.Tensor) -> None:
         function(forward_ad.make_dual(x, x))
 
 
-class Shift(nn.Module):
-    """A module that adds the previous token to each token."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x.roll(1, 1)
-
-
-class ShiftLayer(Shift):
-    """The same under a harmless name, in a package whose code is read."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.roll(1, 1)
-
-
-ShiftLayer.__module__ = "transformers_modules.of_somebody"
-
-
-def with_part(part: nn.Module) -> Any:
-    model = make_model("llama")
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, part)
-    return model
-
-
 def config(model_type: str, **changes: Any) -> Any:
     made = copy.deepcopy(families.tiny_config(model_type))
     made.update(changes)
     return made
-
-
-_ADAPTERS = ("activated", "head")
-
-
-def departing() -> list[Any]:
-    """Return models with a hook on a part, with a part that draws random values, and with four adapters."""
-    hooked, noisy, *adapted = (make_model("llama", dtype=torch.float32) for _ in range(6))
-    hooked.model.layers[0].register_forward_hook(print)
-    noisy.model.layers[0].mlp.residual_dropout = 0.3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        configs = [peft.LilyConfig(**TUNERS["LILY"][0]), *(peft.LoraConfig(r=4, **LORA[x][0]) for x in _ADAPTERS)]
-        configs.append(peft.PrefixTuningConfig(**TUNERS["PREFIX_TUNING"][0]))
-        with_adapters = [peft.get_peft_model(*each) for each in zip(adapted, configs, strict=True)]
-    return [hooked.double(), noisy.double().train(), *with_adapters]
 
 
 def model_names(group: Any) -> dict[str, Any]:
@@ -613,18 +572,9 @@ def model_names(group: Any) -> dict[str, Any]:
     right = {**hf.shard_batch(batch, plan), "plan": plan, "use_cache": False}
     ids, labels, head = batch["input_ids"], right.pop("shift_labels"), model.lm_head.weight
     hidden, wrapped = torch.randn(2, plan.length, 32, dtype=torch.float64), nn.Sequential(model)
-    eager, shifting, disguised = make_model("llama", "eager"), with_part(Shift()), with_part(ShiftLayer())
-    hooked, noisy, lily, activated, headed, prefixed = departing()
-    thinned = make_model("llama").train()
-    thinned.model.layers[0].mlp.add_module("more", nn.Dropout(0.1))
-    seeing, dropping = (vision_models.build("qwen2_5_vl") for _ in range(2))
-    dropping.model.visual.blocks[0].add_module("more", nn.Dropout(0.1))
-    images = vision_models.images_and_text(seeing)
-    places, in_front = torch.arange(images["input_ids"].shape[1])[None], images["attention_mask"].flip(1)
-    images["labels"] = images["labels"].where(in_front.bool(), -100).where(images["attention_mask"].bool(), -100)
-    images["labels"][:, :5] = -100
-    hf.parallelize(seeing, plan.transport.group)
+    eager = make_model("llama", "eager")
     padding, borders = torch.ones(2, SEQLEN, dtype=torch.long), torch.tensor([0, SEQLEN])
+    seen = torch.ones(2, 1, SEQLEN, SEQLEN, dtype=torch.bool)
     padding[1, -3:] = 0
     unlike = {None: plan, 7: make_plan(SEQLEN, mask=Mask(window=7), group=group, strategy=Strategy(layout="striped"))}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -675,6 +625,7 @@ COMMON = {
     each.__name__: each
     for each in (
         CallShape,
+        Hardware,
         Mask,
         Strategy,
         burst_attention,

@@ -99,16 +99,8 @@ def build(model_type: str, dtype: torch.dtype = torch.float64, implementation: s
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     if families.mixers_of(model):  # their decays and sums over the sequence magnify the fp32 in modeling files
-        inner = text_of(model)
-        exact = families.double_module(type(inner).__module__.split(".")[-2])
-        for part in inner.modules():
-            part.__class__ = getattr(exact, type(part).__name__, type(part))
-    if next(model.parameters()).device.type != "meta":
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
+        families.make_exact(text_of(model))
+    return model if next(model.parameters()).device.type == "meta" else families.moved(model)
 
 
 def tiny_config(model_type: str) -> Any:

@@ -280,18 +280,12 @@ def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
 def _compared(model_type, alone, expected, models, loss, logits):
     """Compare the loss, the logits and the gradient of each parameter with those of one process."""
     off = greatest([abs(loss / expected.loss.item() - 1), relative(logits, expected.logits.detach())])
-    apart, worst = worst_of(alone, models)
+    every = apart_of(gradients_of(alone), models)
+    apart = every[worst := name_of_worst(every)]
     right = off <= BOUND and apart <= GRADIENT_BOUND
     text = "" if right else f"loss or logits by {off:.0e}, {worst} by {apart:.0e}"
     head = _form_of(alone.get_output_embeddings(), expected.hidden, logits)
     return Verdict(model_type, "equal" if right else "different", text, off, apart, worst, logits=head)
-
-
-def worst_of(alone: Any, models: list[Any]) -> tuple[float, str]:
-    """The largest difference of a gradient between the ranks' models and one process, and the parameter's name."""
-    apart = apart_of(gradients_of(alone), models)
-    worst = name_of_worst(apart)
-    return apart[worst], worst
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
@@ -425,10 +419,15 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str, par
     if own:
         for each in attention_configs(read(model)):
             each._attn_implementation = implementation
-    generator = _generator(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return moved(model)
+
+
+@torch.no_grad()
+def moved(model: Any, seed: int = 5, size: float = 0.05) -> Any:
+    """Add random numbers to a model's weights, and return it."""
+    generator = _generator(seed)
+    for parameter in model.parameters():
+        parameter += size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model
 
 

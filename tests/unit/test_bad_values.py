@@ -56,7 +56,7 @@ TABLE = {
         json: '' | theirs | text.txt | text.txt --overwrite | theirs/no/x.json | /sys/x.json
     """,
     "train": """
-        steps: 0 | HUGE ; seed: -1 | HUGE ; save-every: 0 | -3m | soon | 0m ; keep: 0
+        steps: 0 | HUGE | many ; seed: -1 | HUGE ; save-every: 0 | -3m | soon | 0m ; keep: 0
         eval-every: -1 | HUGE | 5 --held-out 0 ; deadline: 0 | nan ; step-timeout: -1 | 1e300
         profile: 0 | 9 --steps 8 | HUGE ; wandb: '' | SURROGATE ; on-nan: perhaps | '' ; global-batch: 0
         resume: theirs/no ; out: '' | theirs | text.txt | . | SURROGATE ; config: '' | theirs | text.txt

@@ -84,55 +84,7 @@ def test_a_streamed_data_set_is_read_by_several_threads_each_from_its_start(tmp_
     assert read == [f"row {index}" for index in range(5)]
 
 
-def write_bad(folder, kind):
-    path = folder / f"{kind}.jsonl"
-    good = b'{"text": "fine"}\n'
-    bad = {
-        "syntax": b'{"text": \n',
-        "no-field": b'{"body": "x"}\n',
-        "not-a-string": b'{"text": 3}\n',
-        "not-an-object": b"[1, 2]\n",
-        "encoding": b'{"text": "\xff"}\n',
-    }
-    if kind == "gzip":
-        path = path.with_suffix(".jsonl.gz")
-        path.write_bytes(gzip.compress(good * 1000)[:-20])
-    elif kind == "not-gzip":
-        path = path.with_suffix(".jsonl.gz")
-        path.write_bytes(good)
-    else:
-        path.write_bytes(good + b"\n" + bad[kind])
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("syntax", r"syntax.jsonl:3: not valid JSON"),
-        ("no-field", r"no-field.jsonl:3: no 'text' field among \['body'\]"),
-        ("not-a-string", r"not-a-string.jsonl:3: the 'text' field holds int"),
-        ("not-an-object", r"not-an-object.jsonl:3: expected an object"),
-        ("encoding", r"encoding.jsonl:3: not valid JSON"),
-        ("gzip", r"gzip.jsonl.gz:\d+: broken gzip"),
-        ("not-gzip", r"not-gzip.jsonl.gz:1: broken gzip"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, kind, says):
-    with pytest.raises(ValueError, match=says):
-        names_and_texts(write_bad(tmp_path, kind))
-
-
 def test_what_is_not_there_is_refused(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"nowhere.*no such file"):
-        open_corpus(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"latin.txt.*not UTF-8 text at byte 3"):
-        names_and_texts(tmp_path / "latin.txt")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"holds no file"):
-        open_corpus(str(tmp_path / "folder"))
-    with pytest.raises(ValueError, match=r"give the data set's name"):
-        open_corpus("hf:")
     with pytest.raises(ValueError, match=r"--data hf:.*nothing"):
         list(open_corpus(f"hf:{tmp_path / 'nothing'}").documents())
     with pytest.raises(ValueError, match="holds no file"):

@@ -1,7 +1,6 @@
 """Test the error messages of the Hugging Face integration on one rank."""
 
 import itertools
-import re
 from functools import partial
 
 import pytest
@@ -19,7 +18,6 @@ from tests.support.hf_models import (
     SEQLEN,
     SMALL,
     WINDOW,
-    cache_with_earlier_tokens,
     make_batch,
     make_model,
     make_plans,
@@ -33,47 +31,6 @@ def llama():
 
 def call(model, plan, /, **changes):
     return model(**{**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False} | changes)
-
-
-def padding():
-    mask = torch.ones(2, SEQLEN, dtype=torch.long)
-    mask[1, -3:] = 0
-    return mask
-
-
-# Text of the error: wrong arguments of model(...), which replace or extend correct ones.
-REFUSED_CALLS = {
-    "plan is missing": {"plan": None},
-    "plan='zigzag' must be a Plan": {"plan": "zigzag"},
-    "plan={} must be a Plan": {"plan": {}},
-    "attention_mask: a padding mask": {"attention_mask": padding()},
-    "attention_mask: a mask Tensor [2, 1, 40, 40]": {"attention_mask": torch.ones(2, 1, SEQLEN, SEQLEN).bool()},
-    "position_ids differ from": {"position_ids": torch.arange(SEQLEN)[None] + 1},
-    "(45 keys for 40 queries), which is not supported": {
-        "past_key_values": cache_with_earlier_tokens(),
-        "use_cache": True,
-    },
-    "is_causal=False": {"is_causal": False},
-    "cu_seq_lens_q=Tensor [2] is refused": {"cu_seq_lens_q": torch.tensor([0, SEQLEN])},
-    "cu_seq_lens_k=Tensor [2] is refused": {"cu_seq_lens_k": torch.tensor([0, SEQLEN])},
-    "max_length_q=40 is refused": {"max_length_q": SEQLEN},
-    "max_length_k=40 is refused": {"max_length_k": SEQLEN},
-    "seq_idx=Tensor [1, 40] is refused": {"seq_idx": torch.zeros(1, SEQLEN)},
-    "softcap=0.0 must be": {"softcap": 0.0},
-    "sinks has shape [3]": {"s_aux": torch.zeros(3)},
-    "sinks is torch.int64": {"s_aux": torch.zeros(4, dtype=torch.int64)},
-    "head_mask=Tensor [2, 4] is refused": {"head_mask": torch.ones(2, 4)},
-    "position_bias=Tensor [1, 4, 40, 40] is refused": {"position_bias": torch.zeros(1, 4, SEQLEN, SEQLEN)},
-    "alibi=Tensor [4] is refused": {"alibi": torch.zeros(4)},
-    "output_attentions=True is refused": {"output_attentions": True},
-    "temperature=2.0 is refused": {"temperature": 2.0},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED_CALLS)
-def test_refused_calls(llama, message):
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        call(llama, make_plan(SEQLEN), **REFUSED_CALLS[message])
 
 
 def test_calls_that_the_refused_ones_depart_from(llama):
@@ -139,7 +96,6 @@ ROPES = {
 @pytest.mark.parametrize(
     ("name", "rope", "kind"),
     [
-        ("llama", ROPES["dynamic"], "dynamic"),
         ("llama", ROPES["longrope"], "longrope"),
         (
             "gemma3",
@@ -152,13 +108,6 @@ def test_rope_that_reads_the_longest_position(name, rope, kind):
     plan = make_plans(name)
     with pytest.raises(ValueError, match=f"rope type '{kind}'"):
         call(make_model(name, rope_parameters=rope), plan)
-
-
-def test_dropout():
-    model = make_model("llama", attention_dropout=0.1).train()
-    with pytest.raises(ValueError, match=r"dropout=0\.1"):
-        call(model, make_plan(SEQLEN))
-    call(model.eval(), make_plan(SEQLEN))
 
 
 FULL, WINDOWED, WIDER = (Mask(window=w) for w in (None, WINDOW, WINDOW + 1))
@@ -270,25 +219,6 @@ def test_a_cache_is_refused_where_queries_are_scaled_by_their_places():
     model = hf.parallelize(Llama4ForCausalLM(config).eval())
     with pytest.raises(ValueError, match=f"^{known.CACHE}: a cache with earlier tokens is not"):
         call(model.model, make_plan(SEQLEN), use_cache=True)
-
-
-REFUSED_BATCHES = {
-    "batch is a list": [1, 2],
-    r"batch has \['token_type_ids'\]": make_batch() | {"token_type_ids": torch.zeros(2, SEQLEN)},
-    r"batch has \['position_ids'\]": make_batch() | {"position_ids": torch.zeros(2, SEQLEN)},
-    "no input_ids": {"labels": make_batch()["labels"]},
-    "input_ids is a list": {"input_ids": [[1] * SEQLEN]},
-    r"input_ids has shape \[2, 39\]": {"input_ids": make_batch()["input_ids"][:, 1:]},
-    r"labels has shape \[2, 39\]": make_batch() | {"labels": make_batch()["labels"][:, 1:]},
-    "labels has 1 rows, input_ids 2": make_batch() | {"labels": make_batch()["labels"][:1]},
-    "attention_mask: a padding mask": make_batch() | {"attention_mask": padding()},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED_BATCHES)
-def test_refused_batches(message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        hf.shard_batch(REFUSED_BATCHES[message], make_plan(SEQLEN))
 
 
 def test_whatever_the_checks_of_parts_depend_on_changes_their_state():

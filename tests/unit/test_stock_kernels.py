@@ -434,13 +434,19 @@ def test_windows_say_what_tiles_say():
             np.testing.assert_array_equal(seen, seen_by_tile(tile))
 
 
-def test_a_package_that_is_not_there(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "module", "needs"),
+    [
+        ("flash3", "flash_attn_interface", r"flash_attn_interface \(.*\): pip install flash-attn-3"),
+        ("cudnn", "cudnn", "cuDNN's front end .* pip install nvidia-cudnn-frontend"),
+    ],
+)
+def test_a_package_that_is_not_there(monkeypatch, name, module, needs):
     flash.flash_ops.cache_clear()
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with pytest.raises(
-        ValueError, match=r"kernel='flash3' needs flash_attn_interface \(.*\): pip install flash-attn-3"
-    ):
-        choose("flash3", device=CPU, dtype=torch.bfloat16)
+    cudnn_graphs.cudnn_graphs.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"kernel='{name}' needs {needs}"):
+        choose(name, device=CPU, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -743,15 +749,6 @@ def test_a_call_tells_whether_its_backward_gets_d(monkeypatch):
         for dtype in (torch.bfloat16, torch.float16):
             ranks.run(run, dtype, False)
     assert seen == [False, False, True, True]
-
-
-def test_a_front_end_that_is_not_there(monkeypatch):
-    cudnn_graphs.cudnn_graphs.cache_clear()
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    with pytest.raises(
-        ValueError, match=r"kernel='cudnn' needs cuDNN's front end .* pip install nvidia-cudnn-frontend"
-    ):
-        choose("cudnn", device=CPU, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("empty", [slice(0, 16), slice(16, 32), slice(0, 62), slice(0, 0)])

@@ -25,8 +25,8 @@ from .reference import Reference
 
 def user_folder() -> Path:
     """Return the user's cache folder, which may not exist. Raise RuntimeError without a home folder."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "burst-attention"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "burst-attention"
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ def _sources() -> str:
 @functools.cache
 def _packages() -> tuple[str, ...]:
     """Return the versions of the packages that kernels come from, as far as they are installed."""
-    found = importlib.metadata.distributions()
-    known = {re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(): each.version for each in found}
-    return tuple(f"{name} {known[name]}" for name in _OTHERS if name in known)
+    installed = importlib.metadata.distributions()
+    versions = {re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(): each.version for each in installed}
+    return tuple(f"{name} {versions[name]}" for name in _OTHERS if name in versions)
 
 
 def check_against_reference(

@@ -86,9 +86,9 @@ class Windowed(Stock[Tile]):
         out, lse = self.ops.forward(queries, keys, values, window_of(launch), scale)
         expected = (q.shape[0], q.shape[1], launch.rows)
         if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32:
-            given = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
+            what = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
             raise RuntimeError(
-                f"kernel={self.name!r} gave {given}, not {list(expected)} in torch.float32; its package's version "
+                f"kernel={self.name!r} gave {what}, not {list(expected)} in torch.float32; its package's version "
                 "is not supported; choose another kernel"
             )
         return out.transpose(1, 2), lse

@@ -16,7 +16,7 @@ from rich.console import Console
 from burst_attention.attention import known_rates, usual_rates
 from burst_attention.cli.flags import NUMBERS, Count, Length, Name, Positive, check_settings, require, whole
 from burst_attention.cli.tables import print_table
-from burst_attention.inference.forward import SHORT
+from burst_attention.inference import SHORT
 from burst_attention.launch import local as launch
 from burst_attention.planner.choice import TIE
 from burst_attention.planner.presets import NETWORKS, NODES

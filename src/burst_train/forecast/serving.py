@@ -21,7 +21,7 @@ from functools import cached_property
 from math import ceil
 
 from burst_attention.attention import Reach, dealt_bytes
-from burst_attention.inference.slots import NO_HOLE, PAGE, first_needed
+from burst_attention.inference import NO_HOLE, PAGE, first_needed
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
 

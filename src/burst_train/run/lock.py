@@ -139,8 +139,8 @@ def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
         if path is None or not path.exists():
             continue
         # A model folder's files may be links.
-        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else []
-        if any(folder in (one.resolve(), *one.resolve().parents) for one in (path, *files)):
+        files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+        if any(folder in (file.resolve(), *file.resolve().parents) for file in (path, *files)):
             raise ValueError(
                 f"{flag} {value!r} lies in --out {out!r}, where the run would overwrite it; choose another folder"
             )
@@ -190,7 +190,7 @@ def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: S
     theirs += [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
     for path in theirs:
         name = path.relative_to(folder).as_posix()
-        listed = next((one for one in wrote if one.rstrip("/") == name), None)
+        listed = next((entry for entry in wrote if entry.rstrip("/") == name), None)
         if listed is None or not _is_own(folder, listed):
             raise ValueError(f"holds {name!r}, which no run wrote and this run would replace; move it away")
     # The parent distinguishes a restart by the same launcher from another launcher's run.

@@ -147,9 +147,9 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         positions = positions[None].to(model.device)
         plans: Any = {key: alone(each, ids.shape[1]) for key, each in Plans.of(plan).items()}
         plans = RunningPlans(plans, positions=positions)
-        given = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
+        inputs = {"input_ids": ids, "position_ids": positions, "plan": plans, "attend": attend, "use_cache": False}
         with torch.no_grad(), running(plans), _loudly(model, ids.shape[1], loud):
-            states = stub_forward.run_body(forwards.body_of(model), **given)[0]
+            states = stub_forward.run_body(forwards.body_of(model), **inputs)[0]
         keys = [(document, DOCUMENT * n * counted) for n, document in enumerate(documents)]
         each = enumerate(zip(keys, states.split(DOCUMENT, 1), strict=True))
         return _Run(states, [pair for n, pair in each if n != loud])

@@ -117,7 +117,7 @@ def form_of(reading: Reading) -> LogitForm | None:
     model, causal = reading.model, models.check_causal(reading)  # raises if layers differ
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if forwards.is_stock(model) and (heads.is_nested(reading) or not causal):
+    if forwards.stock_forward(model) is not None and (heads.is_nested(reading) or not causal):
         return None
     if forwards.has_stock_forward(model):
         try:

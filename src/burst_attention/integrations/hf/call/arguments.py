@@ -66,40 +66,40 @@ def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
 
 
-def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
+def runs_its_own(model: Any, inputs: Mapping[str, Any]) -> bool:
     """Return whether a causal model's forward must run because it or its loss is not transformers'."""
     if model._burst.form is None:
         return False
-    labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+    labeled = any(inputs.get(name) is not None for name in ("labels", "shift_labels"))
     if forwards.has_stock_forward(model) and (not labeled or forwards.has_stock_loss(model)):
         return False
-    wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
-    if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
+    wrong = "fused_lm_head" if inputs.get("fused_lm_head") else "logits_to_keep"
+    if inputs.get(wrong) and (labeled or wrong == "fused_lm_head"):
         raise ValueError(
-            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss; omit it"
+            f"{wrong}={shown(inputs[wrong])} is refused: {type(model).__name__} has a custom forward or loss; omit it"
         )
     return True
 
 
-def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
+def check_keywords(model: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
     taken = (*BATCH, *_ANSWERED, *_IGNORED, *(vision.whole_arguments(model) or TOKENS))
-    for name, value in given.items():
+    for name, value in inputs.items():
         if name in taken or has_no_effect(model, name, value):
             continue
         close = "".join(f"did you mean {each}? Otherwise " for each in difflib.get_close_matches(name, taken, 1))
         remedy = _REMEDIES.get(name, f"{close}its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
-    if getattr(model.config, "output_attentions", False) and given.get("output_attentions") is not False:
+    if getattr(model.config, "output_attentions", False) and inputs.get("output_attentions") is not False:
         raise ValueError(f"output_attentions=True of the configuration is refused: {_REMEDIES['output_attentions']}")
     if vision.language_model_of(model) is not None:
-        if given.get("inputs_embeds") is not None:
+        if inputs.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds are refused: a vision-language model merges images in; pass input_ids")
-        if wanted_states(model, given) is not False:
+        if wanted_states(model, inputs) is not False:
             raise ValueError(
                 f"output_hidden_states is refused: the shards of {type(model).__name__} are inside of it; leave it out"
             )
-    _check_logits(model, given)
+    _check_logits(model, inputs)
 
 
 def has_no_effect(model: Any, name: str, value: Any) -> bool:
@@ -109,44 +109,44 @@ def has_no_effect(model: Any, name: str, value: Any) -> bool:
     return forwards.is_default(name, value, stock_class(model).forward, stock_class(text_of(model)).forward)
 
 
-def _check_logits(model: Any, given: Mapping[str, Any]) -> None:
-    if given.get("logits", "gather") != "gather":
-        raise ValueError(f"logits={shown(given['logits'])} is unknown; pass logits='gather', or leave it out")
-    keep = given.get("logits_to_keep", 0)
+def _check_logits(model: Any, inputs: Mapping[str, Any]) -> None:
+    if inputs.get("logits", "gather") != "gather":
+        raise ValueError(f"logits={shown(inputs['logits'])} is unknown; pass logits='gather', or leave it out")
+    keep = inputs.get("logits_to_keep", 0)
     for name in ("logits_to_keep", "fused_lm_head"):
-        if given.get(name) and given.get("logits"):
-            raise ValueError(f"{name}={shown(given[name])} and logits='gather' are both given; pass one of them")
+        if inputs.get(name) and inputs.get("logits"):
+            raise ValueError(f"{name}={shown(inputs[name])} and logits='gather' are both given; pass one of them")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
     for name in ("logits_to_keep", "fused_lm_head"):
-        if given.get(name) and model._burst.form is None:
+        if inputs.get(name) and model._burst.form is None:
             raise ValueError(
-                f"{name}={given[name]} is refused: {type(model).__name__} runs its head on whole rows; leave it out"
+                f"{name}={inputs[name]} is refused: {type(model).__name__} runs its head on whole rows; leave it out"
             )
 
 
-def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def of_tokens(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return other values of each token [B, S], by name, that the body needs."""
     if vision.language_model_of(model) is not None:
         return {}
-    found = {name: given[name] for name in TOKENS if name in given}
-    body, ids = text_of(model), given.get("input_ids")
-    count = None if "position_ids" in given else _counter_of_positions(body)
+    values = {name: inputs[name] for name in TOKENS if name in inputs}
+    body, ids = text_of(model), inputs.get("input_ids")
+    count = None if "position_ids" in inputs else _counter_of_positions(body)
     if count is None:
-        return found
-    if "inputs_embeds" in given:
+        return values
+    if "inputs_embeds" in inputs:
         raise ValueError(
             f"inputs_embeds without position_ids are refused: {type(model).__name__} counts token ids; pass both"
         )
     if not isinstance(ids, torch.Tensor):
-        return found
+        return values
     positions = count(ids, body.embeddings.padding_idx)
-    if packed := [name for name in PACKING if name in given]:
+    if packed := [name for name in PACKING if name in inputs]:
         raise ValueError(
             f"{packed[0]} packs documents, but {type(model).__name__} counts positions over the whole row; pass "
             "position_ids that restart at 0 where each document begins"
         )
-    return found | {"position_ids": positions}
+    return values | {"position_ids": positions}
 
 
 def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
@@ -162,9 +162,9 @@ def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
         raise ValueError(f"model is a {kind}, whose language model gets its tokens from the model; call the model")
     if state.meeting.inner is not None:
         raise ValueError(f"model is a {kind} with a tensor-parallel axis, which hf.shards does not have yet; call it")
-    given = {name: value for name, value in batch.items() if value is not None}
-    documents = [name for name in given if name in ("position_ids", *PACKING)]
-    for name, value in given.items():
+    inputs = {name: value for name, value in batch.items() if value is not None}
+    documents = [name for name in inputs if name in ("position_ids", *PACKING)]
+    for name, value in inputs.items():
         if name not in (*BATCH, *TOKENS):
             cut = isinstance(value, torch.Tensor) and value.dim() > 1
             remedy = f"leave it out, and use shard.plan.shard({name}, 1)" if cut else "leave it out"
@@ -178,11 +178,12 @@ def by_hand(model: Any, batch: Any, mask: Any) -> dict[str, Any]:
             f"mask={mask!r} has documents, but {kind} counts positions over the whole row; pass position_ids that "
             "restart at 0 where each document begins, and no mask"
         )
-    if mask is not None and isinstance(given.get("attention_mask"), torch.Tensor) and not given["attention_mask"].all():
+    real = inputs.get("attention_mask")
+    if mask is not None and isinstance(real, torch.Tensor) and not real.all():
         raise ValueError(f"attention_mask has padding, which mask={mask!r} does not; make the padding a document of it")
-    if state.form is None and "labels" in given:
+    if state.form is None and "labels" in inputs:
         raise ValueError(f"labels: {kind} predicts no next token; cut them by shard.plan.shard(labels, 1)")
-    return given
+    return inputs
 
 
 def check_weights(model: Any) -> None:
@@ -194,19 +195,19 @@ def check_weights(model: Any) -> None:
         )
 
 
-def check_labels(model: Any, given: Mapping[str, Any], rows: BatchRows) -> None:
+def check_labels(model: Any, inputs: Mapping[str, Any], rows: BatchRows) -> None:
     """Refuse a call that asks for no result."""
-    asked = given.get("logits_to_keep") or given.get("logits") or wanted_states(model, given) is not False
-    if rows.targets is None and not asked and model._burst.form is not None and forwards.has_stock_forward(model):
+    wanted = inputs.get("logits_to_keep") or inputs.get("logits") or wanted_states(model, inputs) is not False
+    if rows.targets is None and not wanted and model._burst.form is not None and forwards.has_stock_forward(model):
         raise ValueError(
             "labels are missing: a parallelized model returns its loss, and logits on request; pass labels, "
             "logits_to_keep=n for those of the last n positions or logits='gather' for all, or use model.generate"
         )
 
 
-def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
+def check_rows(model: Any, inputs: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
     """Refuse a batch that this model can't take."""
-    labels = rows.targets if given.get("labels") is None else given["labels"]
+    labels = rows.targets if inputs.get("labels") is None else inputs["labels"]
     if labels is not None and not isinstance(labels, torch.Tensor):
         raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
     _check_indices(model, rows)
@@ -224,13 +225,13 @@ def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: flo
 def _check_indices(model: Any, rows: BatchRows) -> None:
     """Refuse integers beyond the table that they index, where one rank alone would raise an IndexError."""
     tables = {"input_ids": getattr(model.get_input_embeddings(), "num_embeddings", None), **model._burst.tables}
-    given = {"input_ids": rows.input_ids, **rows.others}
-    known = [name for name in given if tables.get(name) is not None]
-    found = {name: [int(x) for x in given[name].aminmax()] for name in known}
-    if "position_ids" not in given:  # they count the tokens of a document
+    inputs = {"input_ids": rows.input_ids, **rows.others}
+    indexed = [name for name in inputs if tables.get(name) is not None]
+    ranges = {name: [int(x) for x in inputs[name].aminmax()] for name in indexed}
+    if "position_ids" not in inputs:  # they count the tokens of a document
         borders = rows.cu_seqlens or (0, rows.input_ids.shape[1])
-        found["position_ids"] = [0, max(after - before for before, after in itertools.pairwise(borders)) - 1]
-    for name, (low, high) in found.items():
+        ranges["position_ids"] = [0, max(after - before for before, after in itertools.pairwise(borders)) - 1]
+    for name, (low, high) in ranges.items():
         size = tables.get(name)
         if size is not None and (low < 0 or high >= size):
             remedy = "pass numbers of at least 0 (-100 is for labels alone)" if low < 0 else _REMEDY_OF_TABLE[name]
@@ -239,18 +240,18 @@ def _check_indices(model: Any, rows: BatchRows) -> None:
             )
 
 
-def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
+def wants_router(model: Any, inputs: Mapping[str, Any]) -> bool:
     """Return whether the caller wants the router loss of a mixture of experts."""
     config = model.config.get_text_config()
-    wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
+    wanted = bool(inputs.get("output_router_logits", getattr(config, "output_router_logits", False)))
     if wanted and not hasattr(model, "router_aux_loss_coef"):
         raise ValueError(f"output_router_logits=True: {type(model).__name__} has no router loss; leave it out")
     return wanted
 
 
-def wanted_states(model: Any, given: Mapping[str, Any]) -> Any:
+def wanted_states(model: Any, inputs: Mapping[str, Any]) -> Any:
     """Return the hidden states that the caller wants: all (True), none (False), or by their numbers."""
-    wanted = given.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
+    wanted = inputs.get("output_hidden_states", getattr(model.config, "output_hidden_states", None) or False)
     numbers = isinstance(wanted, (list, tuple)) and all(type(each) is int for each in wanted)
     if not (isinstance(wanted, bool) or numbers):
         raise TypeError(f"output_hidden_states={wanted!r} must be True, False, or the numbers of layers, such as [1]")

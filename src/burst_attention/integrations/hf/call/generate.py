@@ -29,10 +29,10 @@ def agree_on_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         return
     meeting = whole if cut.by_context else Meeting(whole.inner)
     with meeting.entering("generate"):
-        given = named(args, kwargs)
-        settings, fields = settings_of(model, given)
-        check_clocks(settings, given)
-        fields["the digests of tensors"] = {name: digest_of(x) for name, x in given.items() if isinstance(x, Tensor)}
+        inputs = named(args, kwargs)
+        settings, fields = settings_of(model, inputs)
+        check_clocks(settings, inputs)
+        fields["the digests of tensors"] = {name: digest_of(x) for name, x in inputs.items() if isinstance(x, Tensor)}
         fields, details = with_settings(model, fields)
     meeting.agree("generate", fields, details=details, **SAME)
 
@@ -49,17 +49,17 @@ def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
 
 
-def settings_of(model: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def settings_of(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the settings that ``generate`` will use, and what ranks compare of them."""
     other = ("inputs", "input_ids", "generation_config", "streamer", "assistant_model", "synced_gpus")
-    kept = {name: value for name, value in given.items() if name not in other}
-    settings = model._prepare_generation_config(given.get("generation_config"), **kept)[0]
+    kept = {name: value for name, value in inputs.items() if name not in other}
+    settings = model._prepare_generation_config(inputs.get("generation_config"), **kept)[0]
     random = digest_of(stub_forward.random_states(model)[-1]) if settings.do_sample else None
     return settings, {"the settings of generate": digest_text(settings.to_dict()), _RANDOM: random}
 
 
-def check_clocks(settings: Any, given: Mapping[str, Any]) -> None:
-    clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
+def check_clocks(settings: Any, inputs: Mapping[str, Any]) -> None:
+    clocks = [each.max_time for each in inputs.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
     if settings.max_time is not None or clocks:
         raise ValueError(
             f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "

@@ -66,7 +66,7 @@ class ParallelOutput(ModelOutput):
 class Call:
     """One call of the model that all ranks have agreed on."""
 
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     rows: BatchRows
     plans: Plans
     items: float | None = None  # num_items_in_batch
@@ -101,49 +101,49 @@ def answer(model: Any, body: Any, call: Call) -> Any:
     if call.states is not False:
         out.hidden_states = _whole_states(model, body, call, state.share)
     if call.router:
-        aux = stub_forward.router_loss(model, _whole_routers(body, call), call.given.get("attention_mask"))
+        aux = stub_forward.router_loss(model, _whole_routers(body, call), call.inputs.get("attention_mask"))
         out.aux_loss = state.share(aux)
         if out.loss is not None and out.aux_loss is not None:
             out.loss = out.loss + model.router_aux_loss_coef * out.aux_loss.to(out.loss)
-    wanted = call.given.get("return_dict", getattr(model.config, "return_dict", True))
+    wanted = call.inputs.get("return_dict", getattr(model.config, "return_dict", True))
     return _in_turn(model, out if wanted else out.to_tuple())
 
 
-def wanted_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
+def wanted_fields(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the fields per token that ``fused_lm_head`` asks for: True for all, or their names."""
-    asked, known = given.get("fused_lm_head", False), tuple(TokenLogProbs.__dataclass_fields__)
-    if isinstance(asked, bool):
-        return known if asked else ()
-    names = asked if isinstance(asked, (list, tuple)) else (asked,)
-    if "log_probs" not in names or any(name not in known for name in names):
-        raise ValueError(f"fused_lm_head={asked!r} must be True, or names with log_probs, of {', '.join(known)}")
+    wanted, fields = inputs.get("fused_lm_head", False), tuple(TokenLogProbs.__dataclass_fields__)
+    if isinstance(wanted, bool):
+        return fields if wanted else ()
+    names = wanted if isinstance(wanted, (list, tuple)) else (wanted,)
+    if "log_probs" not in names or any(name not in fields for name in names):
+        raise ValueError(f"fused_lm_head={wanted!r} must be True, or names with log_probs, of {', '.join(fields)}")
     return tuple(names)
 
 
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     """Return the loss; with ``fused_lm_head`` also the fields per token."""
-    given, rows, plan = call.given, call.rows, call.plan
+    inputs, rows, plan = call.inputs, call.rows, call.plan
     if rows.targets is None:
         return ParallelOutput()
     state = model._burst
     head = _head_of(model)
     items, labels = call.items, call.shard["shift_labels"]
     hidden = heads.for_head(hidden, head.weight)
-    if not given.get("fused_lm_head"):
+    if not inputs.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
         return ParallelOutput(loss=state.share(loss))
-    fields = wanted_fields(given)
+    fields = wanted_fields(inputs)
     tokens = log_probs_of(
         hidden, head.weight, labels, plan, **head.options, temperature=state.temperature, outputs=fields
     )
-    shifted = given.get("shift_labels") is not None
+    shifted = inputs.get("shift_labels") is not None
 
     def restored(per_token: Tensor) -> Tensor:
         whole = rows.restore(nn.functional.pad(per_token, (0, 1)))
         return whole if shifted else whole[:, :-1]
 
-    found: dict[str, Any] = {name: restored(getattr(tokens, name)) for name in fields}
-    out = ParallelOutput(**found)
+    values: dict[str, Any] = {name: restored(getattr(tokens, name)) for name in fields}
+    out = ParallelOutput(**values)
     mask = restored((rows.targets != IGNORED)[:, :-1]).to(hidden.device, non_blocking=True)
     log_probs, entropy = state.share(out.log_probs), state.share(out.entropy)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items or 1.0)
@@ -185,9 +185,9 @@ def around(model: Any, body: Callable[[], Any], call: Call) -> Any:
         return whole
 
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *PACKING)
-    around = stub_forward.Around(model, call.given, names, router=call.router)
+    around = stub_forward.Around(model, call.inputs, names, router=call.router)
     out = around.run(results, lambda: call.plan.agreement.entering("the model"))
-    labels = call.given.get("labels")
+    labels = call.inputs.get("labels")
     of_tokens = model._burst.form is not None or (labels is not None and labels.dim() == 2)
     if call.rows.real is not None and of_tokens:
         _check_padding(model, around, out, whole, call.rows.real)
@@ -255,9 +255,9 @@ def _whole_states(
     with call.plan.agreement.entering("the model"):
         odd = [x.shape for x in states or () if x is not None and (x.dim() != 3 or [*x.shape[:2]] != shape)]
         if states is None or odd:
-            found = f"{[*odd[0]]} from a layer, not [batch, sequence, hidden]" if odd else "none"
+            what = f"{[*odd[0]]} from a layer, not [batch, sequence, hidden]" if odd else "none"
             kind = type(model).__name__
-            raise ValueError(f"output_hidden_states is refused: {kind} returns {found}; leave it out")
+            raise ValueError(f"output_hidden_states is refused: {kind} returns {what}; leave it out")
         wrong = [] if call.states is True else [n for n in call.states if not -len(states) <= n < len(states)]
         if wrong:
             raise ValueError(

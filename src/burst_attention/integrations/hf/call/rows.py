@@ -114,8 +114,8 @@ def rows_of(
     also |= {name: arranged(x, 0) for name, x in others.items()}
     targets = None if targets is None else arranged(targets, IGNORED)
     shape, shifted = (batch_size, length), _shifted(host, before)
-    given = arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, device
-    return BatchRows(*given, joined=joined, unlabeled=unlabeled)
+    fields = arranged(ids, 0), targets, cu_seqlens, shape, padding, real, shifted, also, device
+    return BatchRows(*fields, joined=joined, unlabeled=unlabeled)
 
 
 def _ids_and_embeddings(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -166,13 +166,13 @@ def _on_host(
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
         raise _mask_refusal(what)
-    given = {"attention_mask": None if mask is None else mask != 0}
-    given["other"] = None if mask is None else ((mask != 0) & (mask != 1)).any()[None]
-    given |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
-    given |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
-    given |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    entries = {"attention_mask": None if mask is None else mask != 0}
+    entries["other"] = None if mask is None else ((mask != 0) & (mask != 1)).any()[None]
+    entries |= {name: _like(batch, name, ids) for name in ("labels", "shift_labels")}
+    entries |= {name: _like(batch, name, ids, rows=True) for name in ("position_ids", "seq_idx", "sequence_ids")}
+    entries |= {name: _tensor(batch, name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     more = {f"other {name}": _like(others, name, ids, rows=True) for name in others}
-    here = on_host({"input_ids": ids} | {name: x for name, x in (given | more).items() if x is not None})
+    here = on_host({"input_ids": ids} | {name: x for name, x in (entries | more).items() if x is not None})
     if mask is not None and here.pop("other").any():
         raise _mask_refusal(f"that holds {mask[(mask != 0) & (mask != 1)][0].item()}, neither 0 nor 1,")
     return here, {name: here.pop(f"other {name}") for name in others if f"other {name}" in here}

@@ -49,24 +49,24 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     """Check the arguments, agree on the call with the other ranks, and return it."""
     state = model._burst
     with state.meeting.entering("the model"):
-        given = arguments.named(model, args, kwargs)
-        arguments.check_keywords(model, given)
+        inputs = arguments.named(model, args, kwargs)
+        arguments.check_keywords(model, inputs)
         arguments.check_weights(model)
         state.check_parts(model)
         structure.check_implementations(model, state.layers)
-        own = arguments.runs_its_own(model, given)
-        rows = rows_for(model, given)
-        items = divisor_of(given.get("num_items_in_batch"), "num_items_in_batch")
-        keep = int(given.get("logits_to_keep", 0))
-        arguments.check_labels(model, given, rows)
-        arguments.check_rows(model, given, rows, items, keep)
+        own = arguments.runs_its_own(model, inputs)
+        rows = rows_for(model, inputs)
+        items = divisor_of(inputs.get("num_items_in_batch"), "num_items_in_batch")
+        keep = int(inputs.get("logits_to_keep", 0))
+        arguments.check_labels(model, inputs, rows)
+        arguments.check_rows(model, inputs, rows, items, keep)
         _warn_of_labels(model, rows)
         if vision.language_model_of(model) is not None:
-            vision.check_call(given, rows)
+            vision.check_call(inputs, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        wants = {"states": arguments.wanted_states(model, given), "whole": given.pop("logits", None) == "gather"}
-        wants["router"] = arguments.wants_router(model, given)
-        call = Call(given, rows, plans, items=items, keep=keep, own=own, **wants)
+        wants = {"states": arguments.wanted_states(model, inputs), "whole": inputs.pop("logits", None) == "gather"}
+        wants["router"] = arguments.wants_router(model, inputs)
+        call = Call(inputs, rows, plans, items=items, keep=keep, own=own, **wants)
         fields, outer, inner = _fields(model, call)
     details = {} if state.settings is None else state.settings.details()
     remedies = {"remedy": SAME_BATCH, "remedies": _REMEDIES}
@@ -76,15 +76,15 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
     return call
 
 
-def rows_for(model: Any, given: Mapping[str, Any]) -> BatchRows:
+def rows_for(model: Any, inputs: Mapping[str, Any]) -> BatchRows:
     """Return a batch as rows for a parallelized model's plans."""
     plans = model._burst.plans
-    batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
+    batch = {name: inputs.get(name) for name in arguments.BATCH if name != "labels" or model._burst.form is not None}
     kinds: dict[str, Any] = {"causal": plans.causal, "join": vision.joins_rows(model) or plans.joins_rows}
     if model._burst.form is not None and forwards.has_stock_forward(model) and forwards.has_stock_loss(model):
         weight = heads.find_linear(model).weight
         kinds["vocabulary"] = weight.shape[0] if weight.dim() == 2 else None  # FSDP1 flattens what it shards
-    return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, given), **kinds)
+    return rows_of(batch, ranks=plans.base.world, others=arguments.of_tokens(model, inputs), **kinds)
 
 
 def _warn_of_labels(model: Any, rows: BatchRows) -> None:
@@ -104,15 +104,15 @@ def _fields(model: Any, call: Call) -> tuple[dict[str, Any], dict[str, Any], dic
     This is the list of what the ranks of a call must have alike, except what :func:`parallelize` has compared once and
     what a layer's attention compares (``shared_fields``). The meeting adds which model it is, and the order of calls.
     """
-    given, rows, state, cut = call.given, call.rows, model._burst, axis.cut_of(model)
-    labels = given.get("labels") if rows.targets is None else rows.targets
+    inputs, rows, state, cut = call.inputs, call.rows, model._burst, axis.cut_of(model)
+    labels = inputs.get("labels") if rows.targets is None else rows.targets
     tensors = {"input_ids": rows.input_ids, "labels": labels, "attention_mask": rows.real, **rows.others}
     device = model.device.type
     fields = {
         **({} if state.meeting.alone else batch_fields(call.plan, **tensors) | state.settings.fields()),
-        **vision.digests(model, given),
+        **vision.digests(model, inputs),
         "num_items_in_batch": call.items,
-        "fused_lm_head": wanted_fields(given),
+        "fused_lm_head": wanted_fields(inputs),
         "logits_to_keep": call.keep,
         "logits": "gather" if call.whole else None,
         "output_hidden_states": call.states,
@@ -135,19 +135,19 @@ def run_body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
     if vision.language_model_of(model) is not None:
         return vision.run(model, call)
-    asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
+    options: dict[str, Any] = {"output_router_logits": True} if call.router else {}
     if call.states is not False:
-        asked |= {"output_hidden_states": call.states, "return_dict": True}
-    given = _of_body(call)
-    with running(given["plan"]):
-        return stub_forward.run_body(text_of(model), **given, **asked)
+        options |= {"output_hidden_states": call.states, "return_dict": True}
+    inputs = _of_body(call)
+    with running(inputs["plan"]):
+        return stub_forward.run_body(text_of(model), **inputs, **options)
 
 
 def _of_body(call: Call) -> dict[str, Any]:
     """Return the arguments of a model's body for this rank's shard, with the plans of the call."""
     plans = RunningPlans(call.plans, positions=call.shard["position_ids"])
-    given = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
-    tokens = {name: call.shard[name] for name in (given, "position_ids", *arguments.TOKENS) if name in call.shard}
+    ids = "inputs_embeds" if "inputs_embeds" in call.shard else "input_ids"
+    tokens = {name: call.shard[name] for name in (ids, "position_ids", *arguments.TOKENS) if name in call.shard}
     return {**tokens, "plan": plans, "use_cache": False}
 
 
@@ -195,10 +195,10 @@ def shards(model: nn.Module, batch: Mapping[str, Any], *, mask: Mask | None = No
     if state is None:
         raise TypeError(f"model is a {type(model).__name__} that is not parallelized; call hf.parallelize first")
     call = _agreed_on_shards(base, batch, mask)
-    given = _of_body(call)
-    shard = Shard(stub_forward.taken(text_of(base), given))
+    inputs = _of_body(call)
+    shard = Shard(stub_forward.taken(text_of(base), inputs))
     shard.plan, shard.labels = call.plan, call.shard.get("shift_labels")
-    with running(given["plan"]):
+    with running(inputs["plan"]):
         yield shard
 
 
@@ -207,21 +207,21 @@ def _agreed_on_shards(model: Any, batch: Any, mask: Mask | None) -> Call:
     """Check the arguments of :func:`shards`, agree on them with the other ranks, and return them as a call."""
     state = model._burst
     with state.meeting.entering("hf.shards"):
-        given = arguments.by_hand(model, batch, mask)
+        inputs = arguments.by_hand(model, batch, mask)
         arguments.check_weights(model)
         state.check_parts(model)
         structure.check_implementations(model, state.layers)
-        rows = rows_for(model, given)
-        arguments.check_rows(model, given, rows, None, 0)
+        rows = rows_for(model, inputs)
+        arguments.check_rows(model, inputs, rows, None, 0)
         if rows.input_ids.shape != rows.shape or (rows.padding is not None and bool(rows.padding.any())):
             raise ValueError(
                 f"batch of shape {list(rows.shape)} must be rearranged: its rows have other documents, padding in "
                 "front, or fewer tokens than ranks; make rows alike and pad behind the tokens, or call the model itself"
             )
         plans = state.plans.get(rows.shape[1], rows.cu_seqlens, mask)
-        if mask is not None and given.get("labels") is not None and given.get("shift_labels") is None:
-            rows = replace(rows, targets=plans.one.shift_labels(given["labels"].cpu(), ignore_index=IGNORED))
-        call = Call(given, rows, plans)
+        if mask is not None and inputs.get("labels") is not None and inputs.get("shift_labels") is None:
+            rows = replace(rows, targets=plans.one.shift_labels(inputs["labels"].cpu(), ignore_index=IGNORED))
+        call = Call(inputs, rows, plans)
         fields, _, _ = _fields(model, call)
     details = {} if state.settings is None else state.settings.details()
     state.meeting.agree("hf.shards", fields, details=details, remedy=SAME_BATCH, remedies=_REMEDIES)

@@ -17,17 +17,17 @@ _ALONE = "run the model without hf.parallelize"
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
 
 
-def run_body(body: Any, **given: Any) -> Any:
+def run_body(body: Any, **inputs: Any) -> Any:
     """Call a model's body with those arguments that its forward takes."""
-    return body(**taken(body, given))
+    return body(**taken(body, inputs))
 
 
-def taken(body: Any, given: dict[str, Any]) -> dict[str, Any]:
+def taken(body: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return those arguments that a body's forward takes."""
     names = parameters_in(taker_of(body))
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values()):
-        return given
-    return {name: value for name, value in given.items() if name in names}
+        return inputs
+    return {name: value for name, value in inputs.items() if name in names}
 
 
 def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
@@ -52,9 +52,9 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
 class Around:
     """Runs a parallelized model's own forward around its body, which it must call once, on the arguments ``batch``."""
 
-    def __init__(self, model: Any, given: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
-        self._model, self._given, self._router = model, given, router
-        tensors = {name: given[name] for name in batch if isinstance(given.get(name), Tensor)}
+    def __init__(self, model: Any, inputs: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
+        self._model, self._inputs, self._router = model, inputs, router
+        tensors = {name: inputs[name] for name in batch if isinstance(inputs.get(name), Tensor)}
         self._batch = {name: value.clone() for name, value in tensors.items()}  # a forward may write into them
         self._kind = stock_class(model).__name__
 
@@ -71,7 +71,7 @@ class Around:
             return results
 
         twin = twin_of(self._model, {prefix: StandIn(self._model._modules[prefix], stand_in)})
-        out = twin.forward(**self._given)
+        out = twin.forward(**self._inputs)
         self._check_random(states[-1])
         if len(states) < 2:
             raise ValueError(f"{self._kind}.forward never calls its {prefix}; {_ALONE}")
@@ -86,19 +86,19 @@ class Around:
         if again:
             raise ValueError(f"{self._kind}.forward calls its {prefix} twice; call it once, or {_ALONE}")
         names = list(parameters_in(taker_of(self._model._modules[prefix])))
-        asked = dict(zip(names, args, strict=False)) | dict(kwargs)
-        wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
+        passed = dict(zip(names, args, strict=False)) | dict(kwargs)
+        wrong = [name for name, value in passed.items() if not self._is_same(name, value)]
         unread = {"position_ids"} - set(names)  # a body without positions; the plan has the documents
         matter = self._batch.keys() - unread
         if "attention_mask" in matter and bool(self._batch["attention_mask"].all()):
             matter -= {"attention_mask"}
-        wrong += [name for name in matter if asked.get(name) is None]
+        wrong += [name for name in matter if passed.get(name) is None]
         if wrong:
             raise ValueError(
                 f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it got; pass that, or {_ALONE}"
             )
 
-    def _is_given(self, name: str, value: Any) -> bool:
+    def _is_same(self, name: str, value: Any) -> bool:
         if value is None or name in _SILENT:
             return True
         if name in self._batch:
@@ -107,7 +107,7 @@ class Around:
             return bool(value) == self._router
         body = taker_of(self._model._modules[body_name(self._model)])
         forwards = stock_class(self._model).forward, stock_class(body).forward
-        return value is self._given.get(name) or (name not in self._given and is_default(name, value, *forwards))
+        return value is self._inputs.get(name) or (name not in self._inputs and is_default(name, value, *forwards))
 
     def _check_random(self, before: list[Tensor]) -> None:
         """Refuse random values, which differ between ranks or repeat on all of them."""

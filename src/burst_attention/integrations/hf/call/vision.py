@@ -65,9 +65,9 @@ def joins_rows(model: Any) -> bool:
     return any(not _BOTH_WAYS.isdisjoint(words) for words in (code.co_names, code.co_consts, *tuples))
 
 
-def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
+def check_call(inputs: Mapping[str, Any], rows: BatchRows) -> None:
     """Refuse batches of a vision-language model that would have to be rearranged."""
-    if given.get("position_ids") is not None:
+    if inputs.get("position_ids") is not None:
         raise ValueError("position_ids are refused: a vision-language model computes its own; leave them out")
     packed = rows.cu_seqlens is not None and not rows.joined
     if packed or (rows.shifted and rows.padding is not None and bool(rows.padding.any())):
@@ -77,23 +77,23 @@ def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
         raise ValueError(f"input_ids has {rows.shape[1]} tokens, fewer than there are ranks; use fewer ranks")
 
 
-def digests(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def digests(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of the arguments that stay whole."""
-    whole = {name: given[name] for name in sorted(whole_arguments(model)) if given.get(name) is not None}
+    whole = {name: inputs[name] for name in sorted(whole_arguments(model)) if inputs.get(name) is not None}
     return {name: [digest_of(x) for x in tensors_of(value)] or repr(value) for name, value in whole.items()}
 
 
 def run(model: Any, call: Call) -> Any:
     """Run the body of a vision-language model; its language model runs on this rank's shard."""
     around, name = around_language(model)
-    inner, given = language_model_of(model), call.given
-    whole = {each: given[each] for each in whole_arguments(model) if each in given}
-    batch = {"input_ids": given["input_ids"], "attention_mask": given.get("attention_mask"), "use_cache": False}
+    inner, inputs = language_model_of(model), call.inputs
+    whole = {each: inputs[each] for each in whole_arguments(model) if each in inputs}
+    batch = {"input_ids": inputs["input_ids"], "attention_mask": inputs.get("attention_mask"), "use_cache": False}
     setattr(inner, _CALL, call)
     try:
         if around is not model:
             return around(**batch, **whole)
-        twin = twin_of(model, {name: StandIn(getattr(model, name), lambda **given: Output(inner(**given)[0]))})
+        twin = twin_of(model, {name: StandIn(getattr(model, name), lambda **inputs: Output(inner(**inputs)[0]))})
         return Output(twin.forward(**batch, **whole).logits)
     finally:
         delattr(inner, _CALL)
@@ -109,45 +109,45 @@ class Seam(nn.Module):
         if call is None:
             return super().forward(*args, **kwargs)
         with call.plan.agreement.entering("burst_attention", once=True):
-            given = _whole(call, args, kwargs)
-            plans, mask = with_groups(call.plans, given.pop("attention_mask", None), call.rows)
-            shard = _cut(call.plan, given)
+            inputs = _whole(call, args, kwargs)
+            plans, mask = with_groups(call.plans, inputs.pop("attention_mask", None), call.rows)
+            shard = _cut(call.plan, inputs)
         with running(plans):
             return super().forward(**shard, attention_mask=mask, plan=plans, use_cache=False)
 
 
 def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a language model's forward, their rows joined as the plan's are."""
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in _UNUSED}
-    embeds, (batch, length) = given.get("inputs_embeds"), call.rows.shape
+    inputs = {name: value for name, value in kwargs.items() if value is not None and name not in _UNUSED}
+    embeds, (batch, length) = inputs.get("inputs_embeds"), call.rows.shape
     if args or not isinstance(embeds, Tensor) or embeds.shape[:2] != (batch, length):
         raise ValueError(f"inputs_embeds={shown(embeds)} of the language model is not the whole batch's embeddings")
     # [1 or B, S], or [3 or 4, B, S] of rotary positions in time and space.
-    positions = given.setdefault("position_ids", torch.arange(length, device=embeds.device)[None])
+    positions = inputs.setdefault("position_ids", torch.arange(length, device=embeds.device)[None])
     if call.rows.joined:
-        given["position_ids"] = positions.expand(*positions.shape[:-2], batch, length).flatten(-2).unsqueeze(-2)
-        for name in given.keys() & {"inputs_embeds", *_PER_TOKEN, *_ADDED}:
-            given[name] = given[name].flatten(0, 1)[None]
-    return given
+        inputs["position_ids"] = positions.expand(*positions.shape[:-2], batch, length).flatten(-2).unsqueeze(-2)
+        for name in inputs.keys() & {"inputs_embeds", *_PER_TOKEN, *_ADDED}:
+            inputs[name] = inputs[name].flatten(0, 1)[None]
+    return inputs
 
 
-def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+def _cut(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of the arguments of a language model's forward."""
-    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(given["inputs_embeds"].device, non_blocking=True)
-    names = [name for name in ("inputs_embeds", *_PER_TOKEN) if name in given]
-    shard = {name: given.pop(name).index_select(1, at) for name in names}
-    positions = given.pop("position_ids")
+    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(inputs["inputs_embeds"].device, non_blocking=True)
+    names = [name for name in ("inputs_embeds", *_PER_TOKEN) if name in inputs]
+    shard = {name: inputs.pop(name).index_select(1, at) for name in names}
+    positions = inputs.pop("position_ids")
     shard["position_ids"] = positions.index_select(positions.dim() - 1, at.to(positions.device))
     for name, added in _ADDED.items():
-        if name in given:
-            where = given.pop(name)
+        if name in inputs:
+            where = inputs.pop(name)
             shard[name] = where.index_select(1, at)
-            if added in given:
-                shard[added] = _own_rows(given.pop(added), where, at)
-    for name, value in given.items():
+            if added in inputs:
+                shard[added] = _own_rows(inputs.pop(added), where, at)
+    for name, value in inputs.items():
         if isinstance(value, (Tensor, list, tuple, dict)):
             raise ValueError(f"{name}={shown(value)} of the language model: how to cut it is unknown")
-    return shard | given
+    return shard | inputs
 
 
 def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
@@ -162,22 +162,22 @@ def _own_rows(added: Any, where: Tensor, at: Tensor) -> Any:
 
 def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[RunningPlans, Any]:
     """Return the plans with the groups of tokens that ``attention_mask`` asks for, and that mask without them."""
-    asked = mask if isinstance(mask, Mapping) else {"": mask}
-    asked = {kind: each for kind, each in asked.items() if isinstance(each, MaskRequest)}
-    for kind, each in asked.items():  # padding is behind the tokens, where no token sees it
-        asked[kind] = replace(each, foreign=tuple(part for part in each.foreign if part != PADDING))
+    requests = mask if isinstance(mask, Mapping) else {"": mask}
+    requests = {kind: each for kind, each in requests.items() if isinstance(each, MaskRequest)}
+    for kind, each in requests.items():  # padding is behind the tokens, where no token sees it
+        requests[kind] = replace(each, foreign=tuple(part for part in each.foreign if part != PADDING))
     groups: dict[Reach, torch.Tensor | None] = {}
-    for each in asked.values():
+    for each in requests.values():
         reach = each.window if each.chunk is None else Chunked(each.chunk)
         together = None if each.together is None else _numbers(each.together, rows)
-        known = groups.setdefault(reach, together)
-        if known is not together and (known is None or together is None or not torch.equal(known, together)):
+        group = groups.setdefault(reach, together)
+        if group is not together and (group is None or together is None or not torch.equal(group, together)):
             raise ValueError(f"attention_mask: layers of one window {reach} ask for different groups; use one rank")
     made: dict[Reach, Plan] = dict(plans)
     for reach, together in groups.items():
         if together is not None and reach in made:
             made[reach] = made[reach].with_mask(replace(made[reach].mask, together=together))
-    for kind, each in asked.items():  # groups must not see each other farther than the window, unless it covers them
+    for kind, each in requests.items():  # groups must not see each other farther than the window, unless it covers them
         if each.together is not None and each.window is not None and each.beyond:
             longest = made[each.window].mask.together.reach
             if longest > each.window:
@@ -188,7 +188,7 @@ def with_groups(plans: Plans, mask: Any, rows: BatchRows) -> tuple[RunningPlans,
     masked = RunningPlans(made, positions=None, masked=any(each is not None for each in groups.values()))
     if not isinstance(mask, Mapping):
         return masked, None
-    return masked, {**mask, **{kind: replace(each, together=None) for kind, each in asked.items()}}
+    return masked, {**mask, **{kind: replace(each, together=None) for kind, each in requests.items()}}
 
 
 def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:

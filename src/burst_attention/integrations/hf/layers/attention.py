@@ -156,12 +156,12 @@ def _request_mask(
     if RUNNING.plans is None:  # hf.parallelize has checked the model that runs
         check_running()
     causal, window, chunk, foreign = False, None, None, []
-    together, beyond, both, found = None, False, False, list(_mask_parts(mask_function))
-    for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens
+    together, beyond, both, parts = None, False, False, list(_mask_parts(mask_function))
+    for kind, part in parts:  # an intersection may hold one union, of such parts and of groups of tokens
         if kind == "or_masks" and together is None and not both:
             joined = _closure(part)["mask_functions"]
             others, added = list(_mask_parts(joined[0])), joined[-1]
-            found += others  # taken up by this same loop
+            parts += others  # taken up by this same loop
             windows = [_closure(each)["sliding_window"] for name, each in others if name == "sliding_window_overlay"]
             beyond, both = bool(windows), len(joined) == 2 and _adds_later_keys(added, *windows)
             if len(joined) == 2 and next(_mask_parts(added))[0] == "blockwise_overlay":

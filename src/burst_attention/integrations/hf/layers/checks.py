@@ -65,8 +65,8 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
     if chunk is not None:
         if not isinstance(plan, Mapping) or Chunked(chunk) not in plan:
             raise ValueError(f"attention_chunk_size={chunk} of the layer has no plan among the call's; parallelize")
-        found: Plan = plan[Chunked(chunk)]
-        return found
+        chunked: Plan = plan[Chunked(chunk)]
+        return chunked
     if isinstance(plan, Mapping):
         ours = isinstance(plan, RunningPlans)  # derived from one plan
         if not ours:

@@ -129,9 +129,9 @@ class _Body(Converted):
         if not isinstance(plans, RunningPlans):
             return super().__call__(*args, **kwargs)
         if plans.positions is not None and "position_ids" in (names := parameters_in(self)):
-            given = dict(zip(names, args, strict=False)) | kwargs
+            arguments = dict(zip(names, args, strict=False)) | kwargs
             with plans.one.agreement.entering("burst_attention", once=True):
-                plans.check_body(self, given.get("position_ids"))
+                plans.check_body(self, arguments.get("position_ids"))
         with running(plans):
             return super().__call__(*args, **kwargs)
 

@@ -123,8 +123,8 @@ def _refusing(refusal: Refusal, *more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known: tuple[type[Exception], ...] = (RuntimeError, TypeError, AttributeError, IndexError, *more)
-        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, known):
+        kinds: tuple[type[Exception], ...] = (RuntimeError, TypeError, AttributeError, IndexError, *more)
+        if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, kinds):
             raise
         raise refusal(f"some of its heads can't run alone ({type(error).__name__}: {error})") from error
 

@@ -215,8 +215,8 @@ class Structure:
                 )
             captured = _Captured(kernel, some=tokens != slice(0, length))
             some = of_tokens(kwargs, tokens) if captured.of_some_tokens else {}
-            given = {**kwargs, **some, "attend": captured, "hidden_states": states}
-            functional_call(self._twin, dict(zip(self._names, weights, strict=True)), (), given)
+            arguments = {**kwargs, **some, "attend": captured, "hidden_states": states}
+            functional_call(self._twin, dict(zip(self._names, weights, strict=True)), (), arguments)
             return captured.calls.pop()
 
         projection = Projection(self.chunks, self.rows, project, getattr(attend, "sweeps", sweeps))

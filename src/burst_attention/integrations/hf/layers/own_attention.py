@@ -42,8 +42,8 @@ class OwnAttention(Converted):
 
 def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run a stock forward with our attention in place of its product, mask and softmax."""
-    given = [*args, *kwargs.values()]
-    request = next((each for each in given if isinstance(each, MaskRequest)), None)
+    values = [*args, *kwargs.values()]
+    request = next((each for each in values if isinstance(each, MaskRequest)), None)
     args = [None if isinstance(each, MaskRequest) else each for each in args]
     kwargs = {name: None if isinstance(each, MaskRequest) else each for name, each in kwargs.items()}
     with _LayerCall(module, plans, request):
@@ -205,11 +205,11 @@ class _Scores(Recorded):
         if name in ("mul", "rmul"):
             return self * args[1 if first else 0]
         if name == "softmax" and first and not self.soft:
-            given = dict(zip(("dim",), args[1:], strict=False)) | dict(kwargs)
-            return replace(self, soft=True) if given["dim"] in (-1, self.dim() - 1) else self._unknown("normalises")
+            options = dict(zip(("dim",), args[1:], strict=False)) | dict(kwargs)
+            return replace(self, soft=True) if options["dim"] in (-1, self.dim() - 1) else self._unknown("normalises")
         if name == "dropout" and first and self.soft:
-            given = dict(zip(("p", "training"), args[1:], strict=False)) | dict(kwargs)
-            return replace(self, dropped=float(given["p"]) if given.get("training", True) else 0.0)
+            options = dict(zip(("p", "training"), args[1:], strict=False)) | dict(kwargs)
+            return replace(self, dropped=float(options["p"]) if options.get("training", True) else 0.0)
         if name == "where" and args[1] is self and float(args[2]) <= _MASKED and self.layer.is_mask(args[0]):
             return self._masked()
         return self._unknown(f"applies {resolve_name(func) or name} to")

@@ -70,7 +70,7 @@ def has_stock_forward(model: Any) -> bool:
 
     A router's loss aside, which ``outputs`` adds.
     """
-    code = _stock_forward(model)
+    code = stock_forward(model)
     return code is not None and "loss_function" in code.co_names and not added_losses(model)
 
 
@@ -79,19 +79,15 @@ def added_losses(model: Any) -> dict[str, float]:
 
     An example is Bamba's z-loss. A router's is not among them: only ``output_router_logits`` adds it.
     """
-    code = _stock_forward(model)
+    code = stock_forward(model)
     named = [name for name in code.co_names if "loss" in name and name not in _ROUTER] if code else []
     factors = [name for name in named if name.endswith(("coef", "coefficient", "weight"))]
     values = {name: getattr(model, name, None) or getattr(model.config, name, None) for name in factors}
     return {name: value for name, value in values.items() if value}
 
 
-def is_stock(model: Any) -> bool:
-    """Return whether the class's forward is transformers' code."""
-    return _stock_forward(model) is not None
-
-
-def _stock_forward(model: Any) -> CodeType | None:
+def stock_forward(model: Any) -> CodeType | None:
+    """Return the code of the class's forward if it is transformers', else None."""
     # The class's name is not enough: a subclass, a decorator or an assignment may replace its forward.
     kind = stock_class(model)
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
@@ -127,10 +123,10 @@ def is_decorated(forward: Any, decorator: str) -> bool:
 
 def is_of_class(model: Any, forward: Any) -> bool:
     """Return whether a forward set on the model is its class's, with or without the class's decorators."""
-    function, known = getattr(forward, "__func__", None), type(model).forward
-    while known is not None and known is not function:
-        known = getattr(known, "__wrapped__", None)
-    return known is not None and getattr(forward, "__self__", None) is model
+    function, stock = getattr(forward, "__func__", None), type(model).forward
+    while stock is not None and stock is not function:
+        stock = getattr(stock, "__wrapped__", None)
+    return stock is not None and getattr(forward, "__self__", None) is model
 
 
 def is_fused_by_trl(model: Any, forward: Any) -> bool:

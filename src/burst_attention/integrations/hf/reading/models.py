@@ -121,12 +121,9 @@ def attentions_of(model: Any) -> list[nn.Module]:
 def _attentions_by_layer(model: Any) -> list[list[nn.Module]]:
     body = read(text_of(model))
     lists = [part.module for part in body if isinstance(part.module, nn.ModuleList)]
-    layers = [body.by_id[id(layer)] for layers in lists if _holds_layers(layers) for layer in layers]
+    stacks = [modules for modules in lists if all(isinstance(x, GradientCheckpointingLayer) for x in modules)]
+    layers = [body.by_id[id(layer)] for stack in stacks for layer in stack]
     return [[part.module for part in layer.inside if part.kind in ATTENTIONS] for layer in layers]
-
-
-def _holds_layers(modules: nn.ModuleList) -> bool:
-    return all(isinstance(layer, GradientCheckpointingLayer) for layer in modules)
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, str]:
