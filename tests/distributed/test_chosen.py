@@ -253,6 +253,26 @@ def test_each_key_head_may_have_its_own_choice(how, heads, inside):
 
 
 @pytest.mark.parametrize("inside", [False, True])
+def test_shards_of_one_key(how, inside):
+    """A single row of [dk | dv] is contiguous in each part, and an operator's outputs must not share memory."""
+    q, k, v, dout = (normal(1, heads, 3, 6, seed=n) for n, heads in enumerate((4, 1, 1, 4)))
+    leaves = [x.requires_grad_() for x in ((q, k) if inside else (q, k, v))]
+    keys, values = (x.expand(-1, 4, -1, -1) for x in (k, k if inside else v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=SCALE)
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    def attend(plan, cut):
+        own = [cut(x.detach()).clone().requires_grad_() for x in leaves]
+        indices = torch.tensor([[[0, 1, 2]]]).expand(1, plan.length, 3)
+        out = chosen_attention(*own[:2], 6 if inside else own[2], indices, plan, scale=SCALE)[0]
+        return [plan.unshard(x.detach(), 2) for x in (out, *torch.autograd.grad(out, own, cut(dout)))]
+
+    for found in over_ranks(3, attend, seqlen=3, layout="contiguous"):
+        for x, right in zip(found, expected, strict=True):
+            assert error_of(x, right) < 1e-13
+
+
+@pytest.mark.parametrize("inside", [False, True])
 def test_queries_in_blocks(how, inside, monkeypatch):
     monkeypatch.setattr(kernel, "_SCORES", 1)
     monkeypatch.setattr(kernel, "_GATHERED", 10_000)

@@ -12,7 +12,17 @@ from burst_attention.inference import ShardedCache, cache
 from burst_attention.inference.slots import Held, seen_keys
 from burst_attention.testing import local_world
 from tests.distributed.test_generate import at_all_worlds, continued, padded, tokens_at_once
-from tests.support.generating import GREEDY, alone, check_equal, generate, ids_of, labels_sent, model_of, over_ranks
+from tests.support.generating import (
+    GREEDY,
+    alone,
+    certain_ids,
+    check_equal,
+    generate,
+    ids_of,
+    labels_sent,
+    model_of,
+    over_ranks,
+)
 from tests.support.indexed_models import COUNT, FAMILIES, Choices, noting_choices
 
 NEW = 12
@@ -30,7 +40,7 @@ def families_but(*left_out):
 @pytest.mark.parametrize(("count", "rows", "worlds"), [(150, 2, (1, 2, 3, 4)), (7, 1, (3,))])
 def test_tokens_and_logits_equal_one_process(family, count, rows, worlds):
     """After 7 tokens the first steps have fewer keys than are chosen, all of them on one rank."""
-    at_all_worlds(family, ids_of(count, rows), worlds, max_new_tokens=NEW)
+    at_all_worlds(family, certain_ids(family, count, rows, max_new_tokens=NEW), worlds, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))
@@ -95,7 +105,7 @@ def test_two_hundred_tokens(family):
 @pytest.mark.parametrize("family", families_but())
 def test_choices_equal_one_process_index_by_index(family, monkeypatch):
     """Of the prompt's queries on shards, and of every step."""
-    ids = ids_of(100)
+    ids = certain_ids(family, 100, max_new_tokens=NEW)
     stock = copy.deepcopy(model_of(family, "eager"))
     expected = noting_choices(stock)
     stock.generate(ids, **GREEDY, max_new_tokens=NEW)

@@ -13,7 +13,8 @@ from burst_attention.attention.call import keep_attention
 from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
-from tests.support.hybrid_models import apart, check_steps, one_process, tokens
+from tests.support.conditioning import certain, margin_of_choices
+from tests.support.hybrid_models import apart, certain_tokens, check_steps, one_process, tokens
 from tests.support.indexed_models import COUNT, FAMILIES, HEADS, Choices, Sent, make_indexed, noting_choices
 
 HIDDEN, GRADIENTS = 1e-11, 1e-10
@@ -117,7 +118,8 @@ def test_latents_under_autocast():
 
 
 def test_latents_of_a_compiled_model(monkeypatch):
-    model, ids, sent = make_indexed("deepseek_v32"), tokens(48), Sent(monkeypatch)
+    model, sent = make_indexed("deepseek_v32"), Sent(monkeypatch)
+    ids = certain_tokens(model, (0, 48))
     _, loss, gradients = one_process(model, ids, (0, 48))
     ours = hf.parallelize(copy.deepcopy(model), gradients="sum")
     ours.zero_grad()
@@ -136,16 +138,21 @@ def test_packed_documents(family, world, layout):
     check(make_indexed(family), world, DOCUMENTS, layout=layout)
 
 
-def padded(model, side, **batch):
-    ids, mask = tokens(70), torch.ones(2, 70, dtype=torch.long)
+def padded(ids, side):
+    """Pad the second row of a batch."""
+    mask = torch.ones(2, 70, dtype=torch.long)
     hidden = slice(0, 19) if side == "left" else slice(51, None)
     mask[1, hidden] = 0
     labels = ids.masked_fill(mask == 0, -100)
     if side == "left":
         labels[1, 19] = -100
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, **batch)
-    out.loss.backward()
-    return None, out.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def stepped(model, batch, **options):
+    loss = model(**batch, **options).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -154,22 +161,24 @@ def test_padding(family, side):
     if (family, side) == (BLOCKS, "left"):
         pytest.skip("refused: test_blocks_are_counted_from_the_start_of_a_row")
     model = make_indexed(family)
+    draws = (padded(tokens(70, seed=seed), side) for seed in range(5, 13))
+    batch = certain(draws, lambda batch: margin_of_choices(model, lambda moved: moved(**batch, use_cache=False)))
 
     def rank(group):
-        return padded(hf.parallelize(copy.deepcopy(model), group, gradients="sum"), side)
+        return stepped(hf.parallelize(copy.deepcopy(model), group, gradients="sum"), batch)
 
     with local_world(3) as ranks:
         found = ranks.run(rank)
-    _, loss, gradients = padded(model, side, use_cache=False)
-    assert abs(found[0][1] / loss - 1) <= 1e-6  # transformers' loss is in fp32
+    loss, gradients = stepped(model, batch, use_cache=False)
+    assert abs(found[0][0] / loss - 1) <= 1e-6  # transformers' loss is in fp32
     for name, gradient in gradients.items():
-        ours = sum(result[2][name] for result in found)
+        ours = sum(result[1][name] for result in found)
         assert (ours - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def choices_of(model, ids, world, monkeypatch, **options):
+def choices_of(model, seqlen, world, monkeypatch, **options):
     """What the indexers choose over ranks, and in one process."""
-    alone = copy.deepcopy(model)
+    alone, ids = copy.deepcopy(model), certain_tokens(model, (0, seqlen))
     expected = noting_choices(alone)
     alone(ids, use_cache=False)
     choices = Choices(monkeypatch)
@@ -180,7 +189,7 @@ def choices_of(model, ids, world, monkeypatch, **options):
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))
 def test_choices_equal_one_process_index_by_index(family, monkeypatch):
-    found, expected = choices_of(make_indexed(family), tokens(120), 3, monkeypatch)
+    found, expected = choices_of(make_indexed(family), 120, 3, monkeypatch)
     assert len(found) == len(expected) >= 2
     for ours, theirs in zip(found, expected, strict=True):
         few = torch.arange(120) < COUNT - 1  # where a query sees fewer, stock also names keys that its mask hides
@@ -191,7 +200,7 @@ def test_choices_equal_one_process_index_by_index(family, monkeypatch):
 
 def test_chosen_blocks_equal_one_process(monkeypatch):
     model = make_indexed(BLOCKS)
-    found, expected = choices_of(model, tokens(63), 4, monkeypatch, strategy="burst")
+    found, expected = choices_of(model, 63, 4, monkeypatch, strategy="burst")
     size = model.config.index_block_size
     assert len(found) == len(expected) == 2
     for ours, theirs in zip(found, expected, strict=True):
@@ -243,7 +252,8 @@ def test_recomputation_makes_the_same_choice_or_keeps_it(family, keep, monkeypat
 @pytest.mark.parametrize("recompute", ["layer", "keep-attention"])
 @pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS])
 def test_memory_options(family, recompute):
-    model, ids = make_indexed(family), tokens(64)
+    model = make_indexed(family)
+    ids = certain_tokens(model, (0, 64))
     expected = one_process(model, ids, (0, 64))
     model.zero_grad()
 

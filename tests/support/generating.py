@@ -15,6 +15,7 @@ from burst_attention import ExchangeError
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
+from tests.support.conditioning import certain, margin_of_choices
 from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
 from tests.support.indexed_models import FAMILIES as INDEXED
@@ -71,9 +72,19 @@ def model_of(name, implementation="burst"):
     return model
 
 
-def ids_of(count, rows=1):
+def ids_of(count, rows=1, *, draw=0):
     """Return token ids [rows, count], all but the pad token."""
-    return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(count))
+    generator = torch.Generator().manual_seed(count + 1000 * draw)
+    return torch.randint(1, VOCABULARY, (rows, count), generator=generator)
+
+
+def certain_ids(name, count, rows=1, **options):
+    """Return ids after which rounding changes no choice of keys, experts or tokens in one process."""
+
+    def margin(ids):
+        return margin_of_choices(model_of(name, "eager"), lambda model: model.generate(ids, **GREEDY | options))
+
+    return certain((ids_of(count, rows, draw=draw) for draw in range(8)), margin)
 
 
 def alone(name, inputs, implementation="eager", **options):

@@ -13,7 +13,7 @@ from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.tools import families
 
-from .conditioning import name_of_worst
+from .conditioning import certain, margin_of_choices, name_of_worst
 
 VOCABULARY = 61
 _BASE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -87,14 +87,28 @@ def _fill(name, parameter, generator):
         parameter.normal_(0, 0.1, generator=generator)
 
 
-def tokens(seqlen, rows=2):
-    return torch.randint(1, VOCABULARY, (rows, seqlen), generator=torch.Generator().manual_seed(5))
+def tokens(seqlen, rows=2, *, seed=5):
+    return torch.randint(1, VOCABULARY, (rows, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def certain_tokens(model, documents, rows=2):
+    """Tokens of which rounding changes no choice of experts or keys, where each document runs separately."""
+
+    def margin(ids):
+        return margin_of_choices(model, lambda moved: logits_of(moved, ids, documents))
+
+    return certain((tokens(documents[-1], rows, seed=seed) for seed in range(5, 13)), margin)
+
+
+def logits_of(model, ids, documents):
+    """The logits of one process that runs each document separately."""
+    return torch.cat([model(input_ids=ids[:, a:b], use_cache=False).logits for a, b in _pairs(documents)], 1)
 
 
 def one_process(model, ids, documents):
     """(logits, loss, gradients) of one process that runs each document separately."""
     model.zero_grad()
-    logits = torch.cat([model(input_ids=ids[:, a:b], use_cache=False).logits for a, b in _pairs(documents)], 1)
+    logits = logits_of(model, ids, documents)
     loss = _loss(logits, ids, documents)
     loss.backward()
     return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -116,7 +130,7 @@ def over_ranks(model, ids, documents, group, *, layout="auto", prepare=None):
 
 def check_steps(model, world, documents, *, rows, layout, prepare, hidden, gradients):
     """Assert that a step over ranks is one process's, its hidden states and gradients within these bounds."""
-    ids = tokens(documents[-1], rows)
+    ids = certain_tokens(model, documents, rows)
     expected = one_process(model, ids, documents)
     model.zero_grad()
     with local_world(world) as ranks:

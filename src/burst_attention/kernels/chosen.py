@@ -419,6 +419,13 @@ class _Gathered:
         self._sums.index_add_(0, self._index, self._taken.flatten(0, 1))
 
     def sums(self) -> tuple[Tensor, ...]:
-        """Return the sums of gradients [B, Hkv, Sk, ...]: of keys and of values; of keys alone if values are inside."""
+        """Return the sums of gradients [B, Hkv, Sk, ...]: of keys and of values; of keys alone if values are inside.
+
+        They share no memory, as an operator's outputs must not: parts of a single row would be contiguous as they are.
+        """
         whole = self._sums.unflatten(0, (*self._shape[:2], -1))[:, :, :-1]
-        return (whole,) if self._joint else (whole[..., self._of_keys], whole[..., self._of_values])
+        if self._joint:
+            return (whole,)
+        return tuple(
+            whole[..., x].clone(memory_format=torch.contiguous_format) for x in (self._of_keys, self._of_values)
+        )
