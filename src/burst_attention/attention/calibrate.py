@@ -66,7 +66,13 @@ def calibrate(
         overhead=_overhead(probe, plan, usual.overhead, half, rows),
         measured_on=this_machine(plan.world, on_gpu),
     )
-    if plan.world == 1 or probe.clock is not time.process_time:
+    if plan.world == 1:
+        return rates
+    if device.type == "cpu":
+        busy = probe.busy(*_weight(probe, torch.float32))  # of all links together
+        measured = {name: link for name, link in (("inside", inside), ("across", across)) if link is not None}
+        rates = replace(rates, **{name: replace(link, busy=busy) for name, link in measured.items()})
+    if probe.clock is not time.process_time:
         return rates
     fold = min(rates.overhead.fold, _fold_of_calls(probe, plan, rates, rows, half.seconds))
     return replace(rates, overhead=replace(rates.overhead, fold=fold))
@@ -112,7 +118,7 @@ def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: i
     lse = torch.zeros(1, HEADS, 4 * rows, device=probe.device)
     (merged,) = probe.seconds([lambda: merge_(out, lse, part, lse.clone())])
     dtype = torch.bfloat16 if probe.device.type == "cuda" else torch.float32
-    weight, row = torch.full(WEIGHT, 0.5, dtype=dtype, device=probe.device), probe.random(1, WEIGHT[1], dtype=dtype)
+    weight, row = _weight(probe, dtype)
     (read,) = probe.seconds([lambda: torch.nn.functional.linear(row, weight)])
     alone, launch = single_rank_plan(SMALL), sum(half.launches)
     (here,) = probe.seconds([lambda: _call(probe, alone)])
@@ -129,6 +135,11 @@ def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: i
         at_once=0.0 if probe.device.type == "cuda" else probe.at_once(),
         read=weight.nbytes / max(1e-9, read),
     )
+
+
+def _weight(probe: Probe, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight that no cache holds, and a row to multiply."""
+    return torch.full(WEIGHT, 0.5, dtype=dtype, device=probe.device), probe.random(1, WEIGHT[1], dtype=dtype)
 
 
 def _fold_of_calls(probe: Probe, plan: Plan, rates: Rates, rows: int, whole: float) -> float:
