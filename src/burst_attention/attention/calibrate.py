@@ -70,8 +70,8 @@ def calibrate(
         return rates
     if device.type == "cpu":
         busy = probe.busy(*_weight(probe, torch.float32))  # of all links together
-        measured = {name: link for name, link in (("inside", inside), ("across", across)) if link is not None}
-        rates = replace(rates, **{name: replace(link, busy=busy) for name, link in measured.items()})
+        inside, across = (link and replace(link, busy=busy) for link in (inside, across))
+        rates = replace(rates, inside=inside or usual.inside, across=across or usual.across)
     if probe.clock is not time.process_time:
         return rates
     fold = min(rates.overhead.fold, _fold_of_calls(probe, plan, rates, rows, half.seconds))
