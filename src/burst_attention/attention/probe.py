@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -76,12 +77,17 @@ class Probe:
         return [max(values) for values in zip(*self.exchange(mine), strict=True)]
 
     def seconds(
-        self, calls: Sequence[Callable[[], Any]], clock: Callable[[], float] | None = None, *, warm: bool = False
+        self,
+        calls: Sequence[Callable[[], Any]],
+        clock: Callable[[], float] | None = None,
+        *,
+        warm: bool = False,
+        of: Callable[[Sequence[float]], float] = min,
     ) -> list[float]:
         """Return the seconds of calls that all ranks make at the same time, one call after another.
 
         Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
-        ``warm``: each call has run before, so its first repeat counts.
+        ``warm``: each call has run before, so its first repeat counts. ``of``: another choice among repeats.
         """
         clock, took, last = clock or self.clock, list[list[float]](), [0.0] * (len(calls) + 1)
         first = 1 if warm else 2  # without the first exchange, and without a warm-up
@@ -89,7 +95,7 @@ class Probe:
             took.append(self.slowest(last))  # the ranks start together, and stop after the same repeat
             spent = sum(each[-1] for each in took)
             if len(took) > first and (len(took) == self._repeats + first or spent > self._patience):
-                return [min(each) for each in zip(*took[first:], strict=True)][:-1]
+                return [of(each) for each in zip(*took[first:], strict=True)][:-1]
             began = time.perf_counter()
             last = [*(self._once(call, clock) for call in calls), time.perf_counter() - began]
 
@@ -163,7 +169,7 @@ class Probe:
                 self.transport.gather(expected, torch.nn.functional.linear(row, piece))
 
         with self._lines():
-            alone, both = self.seconds([products, exchanges], time.perf_counter)
+            alone, both = self.seconds([products, exchanges], time.perf_counter, of=statistics.median)
         return max(0.0, both - alone) / (PIECES * others)
 
     @contextlib.contextmanager
