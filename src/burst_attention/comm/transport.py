@@ -311,8 +311,9 @@ class Transport:
         """Send ``own`` to all other ranks, which expect it; wait until everything that was expected is here."""
         ahead = [(self.rank + hop) % self.world for hop in range(1, self.world)]
         posted = self.post([Send(peer, own) for peer in ahead], expected.later, label=expected.label)
-        posted.operations[:0], posted.works[:0] = expected.operations, expected.works
-        posted.packed += expected.packed
+        if expected.works:
+            posted.operations[:0], posted.works[:0] = expected.operations, expected.works
+            posted.packed += expected.packed
         self.wait(posted)
 
     def check_device(self, device: torch.device) -> None:
