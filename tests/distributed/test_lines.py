@@ -54,6 +54,28 @@ def _drawn(seed, sizes):
     return carried, wrong + _finished(transport, pending, rank)
 
 
+def _gathered(lines):
+    """Gather messages of several sizes, computed after their receives; return how many had begun by then."""
+    transport, agreement = connect(dist.group.WORLD, 20.0)
+    health = transport.health
+    health.lines = (health.lines or open_lines(agreement)) if lines else None
+    begun = []
+    for number, size in enumerate((3, 0, LIMIT, LIMIT + 1)):
+        every = [torch.zeros(size, dtype=BYTES) for _ in range(transport.world)]
+        expected = transport.expect(every, label="a gathering")
+        begun.append(len(expected.works))
+        every[transport.rank] = _content(transport.rank, 0, number, size)
+        transport.gather(expected, every[transport.rank])
+        assert all(torch.equal(x, _content(rank, 0, number, size)) for rank, x in enumerate(every))
+    assert transport.sent == transport.received == (transport.world - 1) * (3 + 0 + LIMIT + LIMIT + 1)
+    return begun
+
+
+@pytest.mark.parametrize(("lines", "begun"), [(False, [2, 0, 2, 2]), (True, [0, 0, 0, 2])])
+def test_receives_of_gloo_begin_before_the_sends(pools, lines, begun):
+    assert pools(3).run(_gathered, lines) == [begun] * 3
+
+
 def _finished(transport, pending, rank):
     wrong = []
     for number, waits, buffers, chosen in pending:

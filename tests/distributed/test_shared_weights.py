@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.pool import WorkerPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.transport import Transport
-from burst_attention.inference import ShardedCache, in_place, shard_weights, weights
+from burst_attention.inference import ShardedCache, columns, in_place, shard_weights, weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
 from tests.support.generating import (
@@ -361,3 +362,25 @@ def dies():
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_named_in_time():
     check_that_rank_1_is_named(dies)
+
+
+def loses():
+    """Rank 1 can't compute its columns, whose receives the others have begun; return errors of two calls."""
+    (model, cache), found = shared_model("llama", timeout=3), []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(columns, "F", SimpleNamespace(linear=None))
+        for held in (cache, ShardedCache(model.config, timeout=3)):
+            with pytest.raises((TypeError, RuntimeError)) as caught:
+                generate(model, held, ids_of(80), max_new_tokens=2)
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_compute_its_columns_fails_the_group():
+    with WorkerPool(2, timeout=30) as pool:
+        (waited, later), (failed, refused) = pool.run(loses, timeout=240)
+    assert "ExchangeError: rank 0 could not receive from rank 1 in a step, the columns of" in waited
+    assert failed.startswith("TypeError") and "this process group failed before (a step, the columns of" in refused
+    assert "failed before" in later

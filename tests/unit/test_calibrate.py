@@ -1,6 +1,7 @@
 """Calibration of a link with known latency and bandwidth."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from burst_attention.attention import probe, probe_chosen
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.cli.calibrate import _show
-from burst_attention.comm.transport import PACKED_BYTES
+from burst_attention.comm.transport import PACKED_BYTES, Health
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Rates
 
@@ -75,6 +76,35 @@ def test_what_was_measured_is_shown_under_its_name(capsys: pytest.CaptureFixture
         "kernels, 4 bytes per element: 94 forward, 88 backward, in 10^9 operations per second",
         "kernels, 8 bytes per element: 45 forward, 38 backward, in 10^9 operations per second",
     ]
+    known = preset("cpu+ethernet-25g")
+    _show(replace(known, across=replace(known.across, busy=2e-3)), tmp_path / "rates.toml")
+    assert "\nacross nodes: 80 us per message (2000 us between products), 2.8 GB/s" in capsys.readouterr().out
+
+
+def test_a_message_between_products_is_what_exchanges_add(monkeypatch) -> None:
+    """A product of 3 s, an exchange of 5 s with two others; the product runs between its two halves."""
+    link: Any = Link(0.0, 1.0)
+    link.world, link.group, link.health = 3, None, Health()
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: link.now, thread_time=None))
+    calls = list[str]()
+
+    def spend(what: str, seconds: float) -> None:
+        calls.append(what)
+        link.now += seconds
+
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: spend("product", 3.0))
+    link.expect = lambda parts, label: spend(f"expect {len(parts)}", 1.0)
+    link.gather = lambda *_: spend("gather", 4.0)
+    found = probe.Probe(link, link, (0, 0, 0), torch.device("cpu")).busy(torch.zeros(64, 2), torch.zeros(1, 2))
+    assert found == pytest.approx(5.0 / 2)
+    assert calls[-3:] == ["expect 3", "product", "gather"]
+
+
+def test_older_files_have_no_seconds_between_products() -> None:
+    known = preset("cpu").as_dict()
+    for name in ("inside", "across"):
+        del known[name]["busy"]
+    assert Rates.from_dict(known) == preset("cpu")
 
 
 def test_cores_are_counted_where_the_system_names_none(monkeypatch) -> None:

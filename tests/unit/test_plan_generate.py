@@ -86,7 +86,7 @@ def test_products_count_where_they_take_longer_than_reading() -> None:
 def test_a_window_leaves_what_the_last_token_sees() -> None:
     config = MistralConfig(**SIZES, sliding_window=20, head_dim=4)
     request = replace(request_of(config=config), layout="contiguous")
-    prompt = Serving(q=request, prompt=None, shared=False)  # type: ignore[arg-type]
+    prompt = Serving(q=request, prompt=None, shared=False, host=0.0)  # type: ignore[arg-type]
     assert prompt.held(2) == {20: [1, 19]}, "the first rank's shard is out of sight; it has page 2"
     assert replace(prompt, q=replace(request, layout="zigzag")).held(2) == {20: [20, 0]}
 
@@ -96,6 +96,15 @@ def test_ranks_that_share_cores_read_in_turn() -> None:
     shared = replace(rates, overhead=replace(rates.overhead, at_once=1.0))
     alone, turns = (served(request_of(rates=each))[0].step for each in (rates, shared))
     assert turns["weights"] == pytest.approx(2 * alone["weights"])
+    assert turns["host"] == pytest.approx(2 * alone["host"]), "the host's work shares the cores too"
+
+
+def test_what_was_measured_stands_for_estimates() -> None:
+    """The host's seconds, and the latency between products; idle ranks' latency holds where nothing else is known."""
+    busy = rates_of(inside=replace(SLOW, busy=3.0))
+    for idle, each in zip(served(request_of()), served(request_of(rates=busy), 7.0), strict=True):
+        assert each.step["host"] == 7.0
+        assert each.step["exchange"] - idle.step["exchange"] == pytest.approx(2.0 * (each.exchanges + 1))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -68,7 +68,13 @@ def calibrate(
         measured_on=this_machine(plan.world, on_gpu),
         chosen=chosen_kernels(probe),
     )
-    if plan.world == 1 or probe.clock is not time.process_time:
+    if plan.world == 1:
+        return rates
+    if device.type == "cpu":
+        busy = probe.busy(*_weight(probe, torch.float32))  # of all links together
+        inside, across = (link and replace(link, busy=busy) for link in (inside, across))
+        rates = replace(rates, inside=inside or usual.inside, across=across or usual.across)
+    if probe.clock is not time.process_time:
         return rates
     fold = min(rates.overhead.fold, _fold_of_calls(probe, plan, rates, rows, half.seconds))
     return replace(rates, overhead=replace(rates.overhead, fold=fold))
@@ -114,8 +120,9 @@ def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: i
     lse = torch.zeros(1, HEADS, 4 * rows, device=probe.device)
     (merged,) = probe.seconds([lambda: merge_(out, lse, part, lse.clone())])
     dtype = torch.bfloat16 if probe.device.type == "cuda" else torch.float32
-    weight, row = torch.full(WEIGHT, 0.5, dtype=dtype, device=probe.device), probe.random(1, WEIGHT[1], dtype=dtype)
-    (read,) = probe.seconds([lambda: torch.nn.functional.linear(row, weight)])
+    weight, row = _weight(probe, dtype)
+    # The median: on shared cores the fastest repeat is one in which other ranks left the memory alone.
+    (read,) = probe.seconds([lambda: torch.nn.functional.linear(row, weight)], of=statistics.median)
     alone, launch = single_rank_plan(SMALL), sum(half.launches)
     (here,) = probe.seconds([lambda: _call(probe, alone)])
     visit = max(0.0, (here - launch) / 4)  # half of each pass is the visit, half the operator around it
@@ -131,6 +138,11 @@ def _overhead(probe: Probe, plan: Plan, usual: Overhead, half: _OfTiles, rows: i
         at_once=0.0 if probe.device.type == "cuda" else probe.at_once(),
         read=weight.nbytes / max(1e-9, read),
     )
+
+
+def _weight(probe: Probe, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight that no cache holds, and a row to multiply."""
+    return torch.full(WEIGHT, 0.5, dtype=dtype, device=probe.device), probe.random(1, WEIGHT[1], dtype=dtype)
 
 
 def _fold_of_calls(probe: Probe, plan: Plan, rates: Rates, rows: int, whole: float) -> float:

@@ -78,9 +78,11 @@ def choose_dealt(
     Returns:
         What :func:`.chosen.choose_keys` returns, or :func:`.chosen.choose_blocks`, equal on all ranks.
     """
+    sizes = (q.shape[0], 1 if weights is not None else q.shape[1], q.shape[2], count)
+    parts = [q.new_empty(sizes, dtype=torch.int64) for _ in range(transport.world)]
+    expected = transport.expect(parts, label=label)
     try:
-        heads, asked = (1 if weights is not None else q.shape[1]), torch.arange(first, first + q.shape[2])
-        found = q.new_full((q.shape[0], heads, q.shape[2], count), chosen.NONE, dtype=torch.int64)
+        asked, found = torch.arange(first, first + q.shape[2]), parts[transport.rank].fill_(chosen.NONE)
         for part in seen:
             queries, keys, at = q[part.rows], k[part.rows, :, part.keys], places[part.keys]
             if weights is None:
@@ -93,7 +95,7 @@ def choose_dealt(
         transport.health.fail(label, error)
         raise
     if transport.world > 1:
-        parts = transport.all_to_all([found] * transport.world, [len(found)] * transport.world, label=label)
+        transport.gather(expected, found)
         found = parts[0].clone()
         for each in parts[1:]:
             chosen.join_(found, each, distinct=not size)
@@ -124,6 +126,9 @@ def attend_dealt(
     """
     if among is not None and softcap is not None:
         raise ValueError(f"softcap={softcap} is not supported where an indexer chooses keys; leave it out")
+    sizes = (*q.shape[:3], (v if up is None else up).shape[-1] + 1)
+    parts = [q.new_empty(sizes, dtype=accumulation_dtype(q.dtype)) for _ in range(transport.world)]
+    expected = transport.expect(parts, label=label)
     try:  # not by a context manager: this runs in each layer for each token
         dims, device = (q.shape[3], v.shape[3]), q.device
         kernel = choose("auto", device=device, dtype=q.dtype, head_dims=dims, softcap=softcap)
@@ -133,11 +138,14 @@ def attend_dealt(
                 out, lse = _own_part(q, k, v, seen, kernel, scale, among, up)
         else:
             out, lse = _own_part(q, k, v, seen, kernel, scale, among, up)
+        if transport.world > 1:
+            parts[transport.rank] = torch.cat([out, lse.unsqueeze(-1)], -1)
     except BaseException as error:
         transport.health.fail(label, error)
         raise
     if transport.world > 1:
-        out, lse = _merged(torch.cat([out, lse.unsqueeze(-1)], -1), transport, label)
+        transport.gather(expected, parts[transport.rank])
+        out, lse = _merged(parts)
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
     return out if out.dtype == q.dtype else out.to(q.dtype)
@@ -220,9 +228,8 @@ def _of_one_query(q: Tensor, k: Tensor, v: Tensor, at: Tensor, kernel: Kernel, s
     return out, lse
 
 
-def _merged(own: Tensor, transport: Transport, label: str) -> tuple[Tensor, Tensor]:
-    """Exchange the parts of all ranks; return their merged (out, lse)."""
-    parts = transport.all_to_all([own] * transport.world, [len(own)] * transport.world, label=label)
+def _merged(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the merged (out, lse) of the parts of all ranks."""
     out, lse = parts[0][..., :-1].clone(), parts[0][..., -1].clone()
     for part in parts[1:]:
         merge_(out, lse, part[..., :-1], part[..., -1])

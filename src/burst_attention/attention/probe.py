@@ -7,8 +7,9 @@ import hashlib
 import math
 import os
 import socket
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,9 +18,11 @@ from platform import machine as machine_type
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.agreement import Agreement
+from ..comm.lines import open_lines
 from ..comm.transport import PACKED_BYTES, Receive, Send, Transport
 from ..kernels import choose
 from ..kernels.contract import BackwardInputs
@@ -36,6 +39,7 @@ MOST_SOURCE = 600  # characters of where kept rates come from, in the record tha
 DIM = 128
 SMALL = 32  # rows and columns of a tile whose time is its launch only
 FLOPS = 2 * 2 * DIM, 2 * 5 * DIM  # of a (query, key) pair, forward and backward
+PIECES = 32  # of a weight, each of which ranks multiply between two exchanges
 CLEAR = 5.0  # a tile that takes this many launches tells a kernel's speed
 Passes = tuple[float, float]  # seconds of a forward and of a backward
 
@@ -73,12 +77,17 @@ class Probe:
         return [max(values) for values in zip(*self.exchange(mine), strict=True)]
 
     def seconds(
-        self, calls: Sequence[Callable[[], Any]], clock: Callable[[], float] | None = None, *, warm: bool = False
+        self,
+        calls: Sequence[Callable[[], Any]],
+        clock: Callable[[], float] | None = None,
+        *,
+        warm: bool = False,
+        of: Callable[[Sequence[float]], float] = min,
     ) -> list[float]:
         """Return the seconds of calls that all ranks make at the same time, one call after another.
 
         Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
-        ``warm``: each call has run before, so its first repeat counts.
+        ``warm``: each call has run before, so its first repeat counts. ``of``: another choice among repeats.
         """
         clock, took, last = clock or self.clock, list[list[float]](), [0.0] * (len(calls) + 1)
         first = 1 if warm else 2  # without the first exchange, and without a warm-up
@@ -86,7 +95,7 @@ class Probe:
             took.append(self.slowest(last))  # the ranks start together, and stop after the same repeat
             spent = sum(each[-1] for each in took)
             if len(took) > first and (len(took) == self._repeats + first or spent > self._patience):
-                return [min(each) for each in zip(*took[first:], strict=True)][:-1]
+                return [of(each) for each in zip(*took[first:], strict=True)][:-1]
             began = time.perf_counter()
             last = [*(self._once(call, clock) for call in calls), time.perf_counter() - began]
 
@@ -141,6 +150,41 @@ class Probe:
             many = send(size)
         rate = (size - least) / (many - few) if many > 1.5 * few else size / many
         return max(0.0, few - least / rate), rate
+
+    def busy(self, weight: Tensor, row: Tensor) -> float:
+        """Return the seconds of a small message to each other rank after each product, as generation sends them.
+
+        ``row`` [1, E] times pieces of ``weight`` [F, E]. Ranks of one host use lines, as generation does.
+        """
+        pieces, others = weight.chunk(PIECES), self.transport.world - 1
+
+        def products() -> None:
+            for piece in pieces:
+                torch.nn.functional.linear(row, piece)
+
+        def exchanges() -> None:
+            for piece in pieces:
+                parts = [row.new_empty(1, len(piece)) for _ in range(others + 1)]
+                expected = self.transport.expect(parts, label="calibration")
+                self.transport.gather(expected, torch.nn.functional.linear(row, piece))
+
+        with self._lines():
+            alone, both = self.seconds([products, exchanges], time.perf_counter, of=statistics.median)
+        return max(0.0, both - alone) / (PIECES * others)
+
+    @contextlib.contextmanager
+    def _lines(self) -> Iterator[None]:
+        """Open lines between the ranks of a host inside this context."""
+        health = self.transport.health
+        if health.lines is not None or not isinstance(self.transport.group, dist.ProcessGroup):
+            yield
+            return
+        health.lines = open_lines(self.agreement)
+        try:
+            yield
+        finally:
+            health.lines.close()
+            health.lines = None
 
     def tile(self, dtype: torch.dtype, tile: Tile, heads: int) -> list[Callable[[], Any]]:
         """Return the forward and the backward of one tile, as calls. Both have run once."""

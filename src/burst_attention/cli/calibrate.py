@@ -70,9 +70,9 @@ def _show(rates: Rates, path: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, link in (("inside a node", rates.inside), ("across nodes", rates.across)):
         shared = ", shared by the ranks of a node" if link.shared else ""
-        console.print(
-            f"{name}: {link.latency * 1e6:.0f} us per message, {link.bytes_per_second / 1e9:.3g} GB/s{shared}"
-        )
+        busy = f" ({link.busy * 1e6:.0f} us between products)" if link.busy else ""
+        rate = f"{link.bytes_per_second / 1e9:.3g} GB/s{shared}"
+        console.print(f"{name}: {link.latency * 1e6:.0f} us per message{busy}, {rate}")
     for size, speed in (("2", rates.half), ("4", rates.single), ("8", rates.double)):
         figures = f"{speed.forward / 1e9:,.3g} forward, {speed.backward / 1e9:,.3g} backward"
         console.print(f"kernels, {size} bytes per element: {figures}, in 10^9 operations per second")

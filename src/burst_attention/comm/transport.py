@@ -66,6 +66,7 @@ class Pending:
     operations: list[Operation]
     works: list[Any]  # torch's handles to wait for
     packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # (message to receive, tensors to fill)
+    later: list[Receive] = field(default_factory=list)  # receives to start with the sends
 
 
 @dataclass
@@ -287,6 +288,33 @@ class Transport:
         receives = [Receive(peer, arriving[peer]) for peer in behind]
         self.wait(self.post(sends, receives, label=label, call=call))
         return arriving
+
+    def expect(self, every: Sequence[Tensor], *, label: str) -> Pending:
+        """Start to receive ``every[r]`` from each other rank r, before what this rank sends is computed.
+
+        A message of gloo leaves once its receiver has said that it waits, so that the sender computes meanwhile. If
+        the computation raises, call :meth:`Health.fail`. End with :meth:`gather`.
+        """
+        self.check(label)
+        lines, now, later = self.health.lines, list[Receive](), list[Receive]()
+        for hop in range(1, self.world):
+            peer = (self.rank - hop) % self.world
+            x = every[peer]
+            # NCCL would hold the sends back until all has arrived. Lines need no word from the receiver.
+            waits = not x.is_cpu or (lines is not None and lines.carries(x, peer))
+            (later if waits else now).append(Receive(peer, x))
+        pending = self.post([], now, label=label) if now else Pending(label, [], [])
+        pending.later = later
+        return pending
+
+    def gather(self, expected: Pending, own: Tensor) -> None:
+        """Send ``own`` to all other ranks, which expect it; wait until everything that was expected is here."""
+        ahead = [(self.rank + hop) % self.world for hop in range(1, self.world)]
+        posted = self.post([Send(peer, own) for peer in ahead], expected.later, label=expected.label)
+        if expected.works:
+            posted.operations[:0], posted.works[:0] = expected.operations, expected.works
+            posted.packed += expected.packed
+        self.wait(posted)
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group can't carry tensors on ``device``."""

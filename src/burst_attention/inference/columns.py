@@ -199,8 +199,17 @@ class Shared:
         if same and lead is not module and module not in lead.burst_part.together:
             lead.burst_part.together.append(module)  # from the next step on, they share an exchange
         modules = [module, *together]
-        owns = [F.linear(x, local(each), self._bias(each)) for each in modules]
-        parts = self._exchanged(owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1), modules)
+        label = f"a step, the columns of {module.burst_part.name}"
+        widths = [sum(map(len, rows)) for rows in zip(*(each.burst_part.rows for each in modules), strict=True)]
+        parts = [x.new_empty(*x.shape[:-1], width) for width in widths]
+        expected = self.transport.expect(parts, label=label)
+        try:
+            owns = [F.linear(x, local(each), self._bias(each)) for each in modules]
+            own = parts[self.transport.rank] = owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1)
+        except BaseException as error:
+            self.transport.health.fail(label, error)
+            raise
+        self.transport.gather(expected, own)
         if len(owns) == 1:
             outs = [torch.cat(parts, -1)]
         else:
@@ -213,20 +222,6 @@ class Shared:
     def _bias(self, module: Any) -> Tensor | None:
         bias, rows = module._parameters["bias"], module.burst_part.rows[self.transport.rank]
         return None if bias is None else bias[rows.start : rows.stop]
-
-    def _exchanged(self, own: Tensor, modules: Sequence[Any]) -> list[Tensor]:
-        """Return every rank's columns, by rank."""
-        rank, world = self.transport.rank, self.transport.world
-        every, sends, receives = [own] * world, list[Send](), list[Receive]()
-        for hop in range(1, world):
-            ahead, behind = (rank + hop) % world, (rank - hop) % world
-            width = sum(len(each.burst_part.rows[behind]) for each in modules)
-            every[behind] = own.new_empty(*own.shape[:-1], width)
-            sends.append(Send(ahead, own))
-            receives.append(Receive(behind, every[behind]))
-        label = f"a step, the columns of {modules[0].burst_part.name}"
-        self.transport.wait(self.transport.post(sends, receives, label=label))
-        return every
 
     def looked_up(self, module: Any, ids: Tensor) -> Tensor:
         """Return the embeddings [..., E] of ids that every rank has. The rank with a token's row computes it."""

@@ -19,6 +19,7 @@ class Link:
     latency: float  # seconds per message, in addition to the time of its bytes
     bytes_per_second: float  # of a port, in each direction
     shared: bool = False  # all ranks of a node share one port; otherwise each rank has a port
+    busy: float = 0.0  # seconds per small message between products, when all ranks compute; 0: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,9 @@ class Rates:
         """Return values as rates. Raise ValueError if one is missing, unknown, out of range, or a text not in UTF-8."""
         if isinstance(values, Mapping):
             values = {"measured_on": None, "chosen": None, **values}
-            if isinstance(values.get("overhead"), Mapping):
-                values["overhead"] = {"read": 0.0, **values["overhead"]}  # files of 0.2 have none
+            for table, name in (("overhead", "read"), ("inside", "busy"), ("across", "busy")):  # older files have none
+                if isinstance(values.get(table), Mapping):
+                    values[table] = {name: 0.0, **values[table]}
         return cls(**_checked(values, cls, "the rates"))
 
 
@@ -119,7 +121,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("bytes_per_second", "forward", "backward", "fold"), _PER_SECOND),
     **dict.fromkeys(("score", "keep", "pool", "look"), _PER_SECOND),
     **{f"{what}_{way}": _PER_SECOND for what in ("gather", "rows", "dense") for way in ("forward", "backward")},
-    **dict.fromkeys(("latency", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
+    **dict.fromkeys(("latency", "busy", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
     **dict.fromkeys(("block", "at_once"), (0.0, 1e9)),
     "read": (0.0, 1e30),
     "ranks": (1, 2**31),

@@ -24,6 +24,7 @@ from burst_attention.attention import Reach, dealt_bytes
 from burst_attention.inference import NO_HOLE, PAGE, first_needed
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
+from burst_attention.planner.rates import Link
 
 from .footprint import buffers
 from .forecast import PredictedStep, predicted_step
@@ -63,8 +64,10 @@ class Served:
         return sum(self.memory.values())
 
 
-def served(request: ForecastRequest) -> list[Served]:
+def served(request: ForecastRequest, host: float | None = None) -> list[Served]:
     """Predict generation after ``request.seq_len`` tokens with whole and with sharded weights.
+
+    ``host``: seconds of a step in which one rank's host prepares operators, if they were measured.
 
     Raises:
         ValueError: the model's family, or the speed of the device's memory, is unknown.
@@ -73,7 +76,8 @@ def served(request: ForecastRequest) -> list[Served]:
     if family not in FORMULA:
         raise ValueError(f"--model {name!r} is of the family {family}; --generate predicts {', '.join(FORMULA)}")
     prompt = predicted_step(request.strategy, request)
-    return [Serving(q=prompt.q, prompt=prompt, shared=shared).predicted() for shared in (False, True)]
+    host = HOST_STEP + request.model.layers * HOST_LAYER if host is None else host
+    return [Serving(q=prompt.q, prompt=prompt, shared=shared, host=host).predicted() for shared in (False, True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +87,13 @@ class Serving:
     q: ForecastRequest  # with the layout of the prompt's attention
     prompt: PredictedStep
     shared: bool
+    host: float  # seconds of a step in which one rank's host prepares operators
 
     def predicted(self) -> Served:
         """Return all figures."""
         memory, limit = self.memory(self.q.cluster.ranks), self.q.limit
         step = {"weights": self.weights_seconds, "cache": self.cache_seconds, "exchange": self.exchange_seconds}
-        host = HOST_STEP + self.q.model.layers * HOST_LAYER
+        host = self.host / self._part_of_time
         # A GPU computes while the host prepares what follows; on a CPU both are the same cores.
         token = max(host, sum(step.values())) if self._on_gpu else host + sum(step.values())
         return Served(
@@ -125,8 +130,13 @@ class Serving:
                 f"--hardware {cluster.rates.name}: these rates don't say how fast memory is read; measure them again "
                 "with burst calibrate, or name a preset"
             )
-        at_once = cluster.rates.overhead.at_once
-        return rate * min(1.0, at_once / cluster.ranks) if at_once else rate
+        return rate * self._part_of_time
+
+    @property
+    def _part_of_time(self) -> float:
+        """The part of the time in which a rank computes, if all do and share cores."""
+        at_once, ranks = self.q.cluster.rates.overhead.at_once, self.q.cluster.ranks
+        return min(1.0, at_once / ranks) if at_once else 1.0
 
     def weights(self, ranks: int) -> int:
         """Return the bytes of weights on the fullest of ``ranks`` ranks. Vectors are whole everywhere."""
@@ -247,7 +257,12 @@ class Serving:
         cluster = self.q.cluster
         link = cluster.rates.across if cluster.nodes > 1 else cluster.rates.inside
         rounds = (cluster.ranks - 1).bit_length()
-        return rounds * link.latency + sum(exchange(size, cluster) for size in self._messages)
+        return rounds * latency(link) + sum(exchange(size, cluster) for size in self._messages)
+
+
+def latency(link: Link) -> float:
+    """Return the seconds of a small message between products; as between idle ranks, if that was not measured."""
+    return link.busy or link.latency
 
 
 def exchange(size: int, cluster: Cluster) -> float:
@@ -255,5 +270,5 @@ def exchange(size: int, cluster: Cluster) -> float:
     here, rates = min(cluster.per_node, cluster.ranks), cluster.rates
     others = ((rates.inside, here - 1), (rates.across, cluster.ranks - here))
     return max(
-        count * (link.latency + size / link.bytes_per_second) * (here if link.shared else 1) for link, count in others
+        count * (latency(link) + size / link.bytes_per_second) * (here if link.shared else 1) for link, count in others
     )

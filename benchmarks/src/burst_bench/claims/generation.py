@@ -7,8 +7,9 @@ rank has one thread. The one process has as many threads as there are ranks, but
 round by round; figures are the median and the range over rounds. A first run is not timed. It compares all tokens and
 counts peak memory: the most resident bytes of a rank, minus those before. The bytes that a rank sends per token must
 be those that are predicted, whatever the context's length. With --link each rank is a node of an emulated cluster
-with links of this rate (it needs root and iproute2). ``tiny`` has two layers of width 256, ``190m`` has 12 of width
-1,024.
+with links of this rate (it needs root and iproute2). Its rates and the host's work of a token are measured first; from
+them the seconds of a later token are predicted, as by ``burst plan --generate``. ``tiny`` has two layers of width 256,
+``190m`` has 12 of width 1,024.
 
     burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]
                          [--model 190m] [--link 100mbit]"""
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,6 +27,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
@@ -36,9 +40,13 @@ from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading.known import CACHE
 from burst_attention.launch.join import cores
+from burst_train.forecast import request
+from burst_train.forecast.models import Model
+from burst_train.forecast.serving import Served, served
 
 from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, ClusterError, parse_rate
+from ..harness.calibration import calibrated, limited
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.turns import ratios, take_turns
 from ..pool import WorkerPool
@@ -85,12 +93,12 @@ class GenerationArguments(WrittenArguments):
 class _Times:
     """A streamer that notes when tokens come. The prompt comes first."""
 
-    def __init__(self, held: Any) -> None:
-        self.held, self.times, self.sent = held, list[float](), list[int]()
+    def __init__(self, held: Any, clock: Callable[[], float]) -> None:
+        self.held, self.clock, self.times, self.sent = held, clock, list[float](), list[int]()
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, or a token."""
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
         self.sent.append(self.held.sent if isinstance(self.held, ShardedCache) else 0)
 
     def end(self) -> None:
@@ -110,7 +118,14 @@ def _model(size: str, weights: str | None) -> Any:
     return model
 
 
-def _generated(size: str, weights: str | None, threads: int, context: int, count: int) -> dict[str, Any]:
+def _generated(
+    size: str,
+    weights: str | None,
+    threads: int,
+    context: int,
+    count: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """Run on a rank: generate; return the tokens, the seconds of each, and bytes: cache, weights, sent per token."""
     torch.set_num_threads(threads)
     model = _model(size, weights)
@@ -123,7 +138,7 @@ def _generated(size: str, weights: str | None, threads: int, context: int, count
         "eos_token_id": None,
         "attention_mask": torch.ones_like(ids),
     }
-    streamer = _Times(held)
+    streamer = _Times(held, clock)
     if dist.is_initialized():
         dist.barrier()
     out = model.generate(ids, streamer=streamer, **{CACHE: held}, **options)
@@ -153,12 +168,48 @@ def _peaked(size: str, weights: str | None, threads: int, context: int, count: i
     return found, peak - before
 
 
+def _host(size: str, count: int) -> float:
+    """Run on one rank: return the CPU seconds of a later token without its products and without attention."""
+    found = _generated(size, "whole", 1, WARM, count, time.process_time)
+    weights = [each.weight for each in _model(size, "whole").modules() if isinstance(each, nn.Linear)]
+    rows = {x.shape[1]: torch.ones(1, x.shape[1]) for x in weights}
+
+    def products() -> float:
+        started = time.process_time()
+        for x in weights:
+            F.linear(rows[x.shape[1]], x)
+        return time.process_time() - started
+
+    with torch.no_grad():
+        took = statistics.median(products() for _ in range(count))
+    read = sum(x.nbytes for x in weights)
+    return max(0.0, statistics.median(found["seconds"][1:]) - took * (read + found["cache"]) / read)
+
+
+def _predicted(one: WorkerPool, many: WorkerPool, network: Cluster, a: GenerationArguments) -> dict[int, list[Served]]:
+    """Measure the cluster; return predictions by context, for whole and for sharded weights."""
+    rate, sizes = network.rate, SIZES[a.model]
+    network.set_rate(None)
+    rates = limited(calibrated(many), rate)
+    network.set_rate(rate)
+    (host,) = one.run(_host, a.model, a.new_tokens, timeout=TIMEOUT)
+    cluster = request.Cluster(ranks=many.world, per_node=1, rates=rates, device=request.Device())
+    model = Model.read(LlamaConfig(**sizes), a.model)
+    asked_of = partial(request.ForecastRequest, cluster=cluster, model=model, dtype=torch.float32)
+    return {context: served(asked_of(seq_len=context), host) for context in a.contexts}
+
+
 def _nbytes(held: DynamicCache) -> int:
     return sum(x.nbytes for layer in held.layers for x in (layer.keys, layer.values))
 
 
-def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArguments) -> list[dict[str, Any]]:
-    """Return the figures of one context, a row for each way to hold weights; SystemExit if tokens or bytes are off."""
+def measured(
+    one: WorkerPool, many: WorkerPool, context: int, a: GenerationArguments, predictions: Sequence[Served] = ()
+) -> list[dict[str, Any]]:
+    """Return the figures of one context, a row for each way to hold weights; SystemExit if tokens or bytes are off.
+
+    ``predictions``: of those ways; empty if they are not predicted.
+    """
     world, ways = many.world, WEIGHTS if many.world > 1 else WEIGHTS[:1]
     calls = [partial(one.run, _generated, a.model, None, min(world, cores()), context, a.new_tokens, timeout=TIMEOUT)]
     ((expected, peak),) = one.run(_peaked, *calls[0].args[1:], timeout=TIMEOUT)
@@ -175,10 +226,14 @@ def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArgum
         calls.append(partial(many.run, _generated, *arguments, timeout=TIMEOUT))
         peaks.append(max(of_ranks))
     alone, *turns = take_turns(calls, a.rounds)
-    return [
+    rows: list[dict[str, Any]] = [
         {"ranks": world, "context": context, "weights": way, "peak": [peak, most], **_figures(alone, ours)}
         for way, ours, most in zip(ways, turns, peaks[1:], strict=True)
     ]
+    for row, each in zip(rows, predictions, strict=False):
+        row["predicted"] = {"token": each.token, "step": dict(each.step), "gain": predictions[0].token / each.token}
+        row["gain"] = ratios(row["later"][1], rows[0]["later"][1])
+    return rows
 
 
 def _figures(*sides: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -209,15 +264,17 @@ def main(arguments: list[str]) -> None:
 def over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
     """Return the rows of all contexts for one number of ranks."""
     with ExitStack() as stack:
-        entries = None
+        network = None
         if a.link is not None:
             try:
-                entries = stack.enter_context(Cluster(world, 1, rate=parse_rate(a.link))).entries()
+                network = stack.enter_context(Cluster(world, 1, rate=parse_rate(a.link)))
             except (ClusterError, ValueError) as error:
                 raise SystemExit(f"burst bench generate: {error}") from None
         one = stack.enter_context(WorkerPool(1, timeout=TIMEOUT))
+        entries = None if network is None else network.entries()
         many = stack.enter_context(WorkerPool(world, timeout=TIMEOUT, entries=entries))
-        return [row for context in a.contexts for row in measured(one, many, context, a)]
+        predictions = {} if network is None or world == 1 else _predicted(one, many, network, a)
+        return [row for context in a.contexts for row in measured(one, many, context, a, predictions.get(context, ()))]
 
 
 LEGEND = {
@@ -227,6 +284,9 @@ LEGEND = {
     "first token, ratio": "one process's time divided by ours, round by round",
     "later token, ms": "each further token, the same way",
     "later token, ratio": "the same of further tokens",
+    "predicted, ms": "the same, from rates measured before",
+    "over whole": "seconds of a later token with whole weights over those with sharded ones, round by round",
+    "over whole, predicted": "the same of the predicted seconds",
     "weights per rank": "bytes of weights",
     "whole": "the same in one process",
     "cache per rank": "bytes of keys and values",
@@ -242,6 +302,10 @@ def line(row: dict[str, Any]) -> dict[str, str]:
     cells = {"context": f"{row['context']:,}", "weights": row["weights"]}
     for name, (alone, ours) in (("first token", row["first"]), ("later token", row["later"])):
         cells |= {f"{name}, ms": spread([1e3 * x for x in ours], ".3g"), f"{name}, ratio": spread(ratios(ours, alone))}
+    if "predicted" in row:
+        cells["predicted, ms"] = f"{1e3 * row['predicted']['token']:.3g}"
+        cells["over whole"] = spread(row["gain"]) if row["weights"] == "sharded" else ""
+        cells["over whole, predicted"] = f"{row['predicted']['gain']:.2f}" if row["weights"] == "sharded" else ""
     alone, ours = row["held"]
     cells |= {"weights per rank": mebibytes(ours, 1), "whole": mebibytes(alone, 1)}
     alone, ours = row["cache"]

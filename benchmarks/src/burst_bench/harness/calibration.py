@@ -9,7 +9,7 @@ from functools import partial
 from burst_attention import Hardware, make_plan
 from burst_attention.attention.calibrate import calibrate
 from burst_attention.launch.join import cores
-from burst_attention.planner.rates import Link, Rates
+from burst_attention.planner.rates import Rates
 
 from ..pool import WorkerPool
 
@@ -36,5 +36,4 @@ def limited(rates: Rates, link: float | None) -> Rates:
     """Return the rates for links limited to ``link`` bits per second; None for no limit."""
     if link is None:
         return rates
-    across = Link(latency=rates.across.latency, bytes_per_second=PAYLOAD * link / 8, shared=True)
-    return replace(rates, across=across)
+    return replace(rates, across=replace(rates.across, bytes_per_second=PAYLOAD * link / 8, shared=True))
