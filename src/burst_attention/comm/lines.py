@@ -7,7 +7,6 @@ a millisecond. Over a line the thread that sends writes, and the one that waits 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import secrets
 import select
@@ -32,7 +31,7 @@ POLLED = 1e-4  # seconds that a wait looks for a message before it sleeps
 OPENING = 10.0  # seconds that a peer of the same host may take to connect
 _CPU = torch.device("cpu")
 _HEAD = struct.Struct("<II")  # tag, bytes
-_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if hasattr(socket, "MSG_NOSIGNAL") else 0
+_NOW = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 CALL = 41  # bytes: a secret, a space, a rank
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -220,7 +219,7 @@ def _ends(
 ) -> dict[int, socket.socket]:
     """Connect to peers; return the sockets by peer, none if any rank of the group misses one."""
     rank, secret, ends = agreement.transport.rank, secrets.token_hex(16), dict[int, socket.socket]()
-    listener = listening() if peers else None
+    listener = listening() if peers and hasattr(socket, "MSG_DONTWAIT") else None
     name = None if listener is None else listener.getsockname()
     every = agreement.agree(label, {}, [name.decode() if isinstance(name, bytes) else name, secret])
     try:
@@ -257,8 +256,10 @@ def _listener() -> socket.socket | None:
 
 def _network_listener() -> socket.socket | None:
     """Return a socket at the address that gloo uses: of the interface it is told, else of this host's name."""
-    with suppress(OSError):
+    with suppress(OSError, ImportError):
         if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            import fcntl  # which Windows has not
+
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
                 named = struct.pack("256s", interface.encode()[:15])
                 own = socket.inet_ntoa(fcntl.ioctl(any_socket, _ADDRESS_OF, named)[20:24])
