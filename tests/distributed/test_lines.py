@@ -114,53 +114,84 @@ def test_more_than_the_buffers_of_both_sides_take(pools):
     assert pools(2).run(_flooded, 40) == [40 * LIMIT] * 2
 
 
-def _apart():
-    lines_module.host = lambda: str(dist.get_rank())  # each rank on a host of its own
-    transport = _transport()
-    x, peer = torch.zeros(3), 1 - dist.get_rank()
-    sends = [Send(peer, torch.full((3,), float(peer)))]
-    transport.wait(transport.post(sends, [Receive(peer, x)], label="apart"))
-    return len(transport.health.lines.lines), x.tolist()
+def _alone():
+    """Let each rank of this process's group be on a host of its own."""
+    lines_module.host = lambda: str(dist.get_rank())
+
+
+def _apart(sizes):
+    _alone()
+    carried, wrong = _drawn(6, sizes)
+    ends = [line.end for line in _transport().health.lines.lines.values()]
+    return (
+        carried,
+        wrong,
+        {end.family for end in ends},
+        [end.getsockopt(socket.SOL_TCP, socket.TCP_NODELAY) for end in ends],
+    )
+
+
+def test_ranks_of_several_hosts_connect_by_the_network():
+    with WorkerPool(3, timeout=30) as pool:
+        for carried, wrong, families, at_once in pool.run(_apart, (1, 300, LIMIT, LIMIT + 1), timeout=120):
+            assert carried and not wrong
+            assert families == {socket.AF_INET} and all(at_once) and len(at_once) == 2
+
+
+def _in_pairs():
+    lines_module.host = lambda: str(dist.get_rank() // 2)
+    return [line.end.family for _, line in sorted(_transport().health.lines.lines.items())]
+
+
+def test_each_peer_has_the_line_of_its_place():
+    near, far = socket.AF_UNIX, socket.AF_INET
+    with WorkerPool(3, timeout=30) as pool:
+        assert pool.run(_in_pairs, timeout=120) == [[near, far], [near, far], [far, far]]
+
+
+def _unreached():
+    _alone()
+    if dist.get_rank() == 0:
+        lines_module._network_listener = lambda: None
+    return _over_gloo()
 
 
 def _refused():
     lines_module.OPENING = 1.0
     lines_module._check_user = _raise  # the kernel says that another user holds the other end
-    transport = _transport()
-    return len(transport.health.lines.lines)
+    return _over_gloo()
 
 
 def _raise(_):
     raise PermissionError
 
 
-def _without_rank_1():
-    if dist.get_rank() == 1:
-        lines_module._listener = lambda _: None
-    return len(_transport().health.lines.lines)
+def _unnamed():
+    if dist.get_rank() == 0:
+        lines_module._listener = lambda: None
+    return _over_gloo()
 
 
-@pytest.mark.parametrize("use", [_apart, _refused, _without_rank_1])
+def _over_gloo():
+    transport, x, peer = _transport(), torch.zeros(3), 1 - dist.get_rank()
+    sends = [Send(peer, torch.full((3,), float(peer)))]
+    transport.wait(transport.post(sends, [Receive(peer, x)], label="without lines"))
+    return len(transport.health.lines.lines), x.tolist()
+
+
+@pytest.mark.parametrize("use", [_unreached, _refused, _unnamed])
 def test_ranks_that_cannot_connect_keep_to_gloo(use):
     with WorkerPool(2, timeout=30) as pool:
-        found = pool.run(use, timeout=120)
-    assert (
-        found
-        == {
-            _apart: [(0, [0.0] * 3), (0, [1.0] * 3)],
-            _refused: [0, 0],
-            _without_rank_1: [0, 0],
-        }[use]
-    )
+        assert pool.run(use, timeout=120) == [(0, [0.0] * 3), (0, [1.0] * 3)]
 
 
 def test_a_stranger_is_no_rank():
-    listener = lines_module._listener("burst-attention-test-of-strangers")
+    listener = lines_module._listener()
     secrets = [["host", "a" * 32], ["host", "b" * 32]]
     with listener:
         for text in (b"hello", b"b" * 32 + b"        7", b"c" * 32 + b"        1", b"b" * 32 + b"        1"):
             caller = socket.socket(socket.AF_UNIX)
-            caller.connect("\0burst-attention-test-of-strangers")
+            caller.connect(listener.getsockname())
             caller.sendall(text)
         rank, end = lines_module._taken(listener, secrets)
         end.close()

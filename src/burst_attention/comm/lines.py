@@ -1,4 +1,4 @@
-"""Lines: sockets between the ranks of one host, for small messages on the CPU.
+"""Lines: sockets between ranks, for small messages on the CPU.
 
 A thread of gloo moves gloo's messages. Where every core computes, that thread waits for its turn: a message takes about
 a millisecond. Over a line the thread that sends writes, and the one that waits reads: some ten microseconds.
@@ -31,8 +31,9 @@ POLLED = 1e-4  # seconds that a wait looks for a message before it sleeps
 OPENING = 10.0  # seconds that a peer of the same host may take to connect
 _CPU = torch.device("cpu")
 _HEAD = struct.Struct("<II")  # tag, bytes
-_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if hasattr(socket, "MSG_NOSIGNAL") else 0
+_NOW = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
 CALL = 41  # bytes: a secret, a space, a rank
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -142,7 +143,7 @@ class _Line:
 
 
 class Lines:
-    """The lines of one rank to the ranks of its host."""
+    """The lines of one rank to others."""
 
     def __init__(self, ends: dict[int, socket.socket], patience: Callable[[], float]) -> None:
         self._patience = patience  # returns the seconds that a wait without a timeout may take
@@ -199,30 +200,44 @@ class Lines:
 
 
 def open_lines(agreement: Agreement) -> Lines:
-    """Connect the ranks of each host; without lines if one of them can't. Every rank must call it."""
-    rank, secret = agreement.transport.rank, secrets.token_hex(16)
-    listener = _listener(f"burst-attention-{secret}")
-    own = ["" if listener is None else host(), secret]
-    every = agreement.agree("lines between the ranks of a host", {}, own)
-    peers = [n for n, (host, _) in enumerate(every) if n != rank and host == own[0] != ""]
-    ends: dict[int, socket.socket] = {}
+    """Connect the ranks inside of hosts, then those of other hosts. Every rank must call it.
+
+    If one rank can't connect to one of a kind, no rank has lines of that kind.
+    """
+    rank, group = agreement.transport.rank, agreement.transport.group
+    hosts = agreement.agree("the hosts of lines", {}, host())
+    near = [n for n, other in enumerate(hosts) if n != rank and other == hosts[rank] != ""]
+    ends = _ends(agreement, near, _listener, "lines inside of a host")
+    if len({*hosts}) > 1 or "" in hosts:
+        far = [n for n in range(len(hosts)) if n != rank and n not in near]
+        ends |= _ends(agreement, far, _network_listener, "lines between hosts")
+    return Lines(ends, lambda: float(group._get_backend(_CPU).options._timeout.total_seconds()))
+
+
+def _ends(
+    agreement: Agreement, peers: list[int], listening: Callable[[], socket.socket | None], label: str
+) -> dict[int, socket.socket]:
+    """Connect to peers; return the sockets by peer, none if any rank of the group misses one."""
+    rank, secret, ends = agreement.transport.rank, secrets.token_hex(16), dict[int, socket.socket]()
+    listener = listening() if peers and hasattr(socket, "MSG_DONTWAIT") else None
+    name = None if listener is None else listener.getsockname()
+    every = agreement.agree(label, {}, [name.decode() if isinstance(name, bytes) else name, secret])
     try:
         with suppress(OSError):
-            for peer in (n for n in peers if n < rank):
-                ends[peer] = _called(every[peer][1], secret, rank)
+            for peer in (n for n in peers if n < rank and every[n][0]):
+                ends[peer] = _called(every[peer][0], secret, rank)
             while listener is not None and len(ends) < len(peers):
                 peer, end = _taken(listener, every)
                 ends[peer] = end
     finally:
         if listener is not None:
             listener.close()
-    done = agreement.agree("the lines of a host", {}, sorted(ends) == peers)
-    group = agreement.transport.group
-    lines = Lines(ends, lambda: float(group._get_backend(_CPU).options._timeout.total_seconds()))
-    if not all(done):
-        lines.close()
-        lines.lines = {}
-    return lines
+    done = agreement.agree(f"the end of {label}", {}, sorted(ends) == peers)
+    if all(done):
+        return ends
+    for end in ends.values():
+        end.close()
+    return {}
 
 
 def host() -> str:
@@ -232,23 +247,45 @@ def host() -> str:
     return ""
 
 
-def _listener(name: str) -> socket.socket | None:
+def _listener() -> socket.socket | None:
     """Return a socket under an abstract name, which leaves no file; None where there is no such thing."""
     with suppress(OSError, AttributeError):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.settimeout(OPENING)
-        listener.bind(f"\0{name}")
-        listener.listen(1024)
-        return listener
+        return _listens(socket.socket(socket.AF_UNIX), f"\0burst-attention-{secrets.token_hex(16)}")
     return None
 
 
-def _called(theirs: str, own: str, rank: int) -> socket.socket:
+def _network_listener() -> socket.socket | None:
+    """Return a socket at the address that gloo uses: of the interface it is told, else of this host's name."""
+    with suppress(OSError, ImportError):
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            import fcntl  # which Windows has not
+
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                named = struct.pack("256s", interface.encode()[:15])
+                own = socket.inet_ntoa(fcntl.ioctl(any_socket, _ADDRESS_OF, named)[20:24])
+        else:
+            own = socket.gethostbyname(socket.gethostname())
+        return _listens(socket.socket(socket.AF_INET), (own, 0))
+    return None
+
+
+def _listens(listener: socket.socket, address: Any) -> socket.socket:
+    try:
+        listener.settimeout(OPENING)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _called(theirs: Any, own: str, rank: int) -> socket.socket:
     """Connect to a rank, and say which one calls."""
-    end = socket.socket(socket.AF_UNIX)
+    end = socket.socket(socket.AF_UNIX if isinstance(theirs, str) else socket.AF_INET)
     end.settimeout(OPENING)
-    end.connect(f"\0burst-attention-{theirs}")
-    _check_user(end)
+    end.connect(theirs if isinstance(theirs, str) else tuple(theirs))
+    _prepare(end)
     end.sendall(f"{own} {rank:8d}".encode())
     end.settimeout(None)
     return end
@@ -260,12 +297,23 @@ def _taken(listener: socket.socket, every: list[Any]) -> tuple[int, socket.socke
         end, _ = listener.accept()
         with suppress(OSError, ValueError, IndexError):
             end.settimeout(OPENING)
-            _check_user(end)
-            secret, number = end.recv(CALL).decode().split()
+            _prepare(end)
+            said = b""
+            while len(said) < CALL and (more := end.recv(CALL - len(said))):
+                said += more
+            secret, number = said.decode().split()
             if secrets.compare_digest(every[int(number)][1], secret):
                 end.settimeout(None)
                 return int(number), end
         end.close()
+
+
+def _prepare(end: socket.socket) -> None:
+    """Let small messages leave at once; on one host, raise PermissionError where another user has the other end."""
+    if end.family == socket.AF_UNIX:
+        _check_user(end)
+    else:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _check_user(end: socket.socket) -> None:
