@@ -138,6 +138,20 @@ def test_ranks_of_several_hosts_connect_by_the_network():
             assert families == {socket.AF_INET} and all(at_once) and len(at_once) == 2
 
 
+def test_a_host_whose_name_nobody_knows_has_the_address_that_gloo_takes(monkeypatch):
+    def unknown(_):
+        raise socket.gaierror
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    with lines_module._network_listener() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(lines_module, "_address_of_name", None)
+    with lines_module._network_listener() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def _in_pairs():
     lines_module.host = lambda: str(dist.get_rank() // 2)
     return [line.end.family for _, line in sorted(_transport().health.lines.lines.items())]

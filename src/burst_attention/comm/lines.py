@@ -264,9 +264,15 @@ def _network_listener() -> socket.socket | None:
                 named = struct.pack("256s", interface.encode()[:15])
                 own = socket.inet_ntoa(fcntl.ioctl(any_socket, _ADDRESS_OF, named)[20:24])
         else:
-            own = socket.gethostbyname(socket.gethostname())
+            own = _address_of_name()
         return _listens(socket.socket(socket.AF_INET), (own, 0))
     return None
+
+
+def _address_of_name() -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"  # as gloo takes then
 
 
 def _listens(listener: socket.socket, address: Any) -> socket.socket:
