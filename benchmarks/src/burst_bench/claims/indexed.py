@@ -1,4 +1,4 @@
-"""A step of a DeepSeek V3.2 layer: stock sdpa against one rank, or ranks of an emulated cluster against predictions.
+"""A step of a DeepSeek V3.2 layer, against stock or predictions.
 
 Both run in one process each, with the same threads, and take turns. The layer is small: hidden 512, 8 heads, 8 index
 heads, 256 chosen keys, a dense MLP of 64, a vocabulary of 128, in fp32 with random weights. A step is a forward and a
