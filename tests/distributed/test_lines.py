@@ -212,43 +212,40 @@ def test_a_stranger_is_no_rank():
     assert rank == 1
 
 
-def _waits_for_rank_1(signal_number):
-    transport = _transport(3.0)
+def _waits_for_rank_1(timeout, instead):
+    """Wait for a message of rank 1, which does something else; return the error's peer and text, and its seconds."""
+    transport = _transport(timeout)
     if dist.get_rank() == 1:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal_number)
-    started = time.monotonic()
-    try:
-        transport.wait(transport.post([], [Receive(1, torch.zeros(3))], label="the wait"))
-    except ExchangeError as error:
-        return error.peer, "the wait" in str(error), time.monotonic() - started
-    return None
-
-
-def test_a_rank_that_ends_is_named_at_once():
-    with WorkerPool(3, timeout=30) as pool:
-        results, errors, lost = pool.gather(_waits_for_rank_1, signal.SIGKILL, timeout=120)
-    assert set(lost) == {1} and not errors
-    assert all((peer, named) == (1, True) and seconds < 2.5 for peer, named, seconds in results.values())
-
-
-def _outlasts(_):
-    transport = _transport(1.0)
-    if dist.get_rank() == 1:
-        time.sleep(3)
+        instead()
         return None
     started = time.monotonic()
     try:
         transport.wait(transport.post([], [Receive(1, torch.zeros(3))], label="the wait"))
     except ExchangeError as error:
-        return error.peer, "timed out" in str(error), time.monotonic() - started
+        return error.peer, str(error), time.monotonic() - started
     return None
+
+
+def _dies():
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleeps():
+    time.sleep(3)
+
+
+def test_a_rank_that_ends_is_named_at_once():
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(_waits_for_rank_1, 3.0, _dies, timeout=120)
+    assert set(lost) == {1} and not errors
+    assert all(peer == 1 and "the wait" in text and seconds < 2.5 for peer, text, seconds in results.values())
 
 
 def test_a_rank_that_sends_nothing_is_named_by_the_deadline():
     with WorkerPool(2, timeout=30) as pool:
-        (peer, named, seconds), _ = pool.run(_outlasts, None, timeout=120)
-    assert (peer, named) == (1, True) and 1.0 <= seconds < 3.0
+        (peer, text, seconds), _ = pool.run(_waits_for_rank_1, 1.0, _sleeps, timeout=120)
+    assert peer == 1 and "timed out" in text and 1.0 <= seconds < 3.0
 
 
 def test_a_message_of_another_size_is_an_error():

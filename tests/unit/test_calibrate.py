@@ -116,7 +116,7 @@ def test_cores_are_counted_where_the_system_names_none(monkeypatch) -> None:
 
 
 def test_rates_of_chosen_keys_are_recovered(monkeypatch) -> None:
-    """From the times of a kernel that has these rates: heads and the rest are told apart."""
+    """From the times of a kernel that has these rates: each part of the time is recovered."""
     made = preset("cpu").chosen
     assert made is not None
     of, pairs, rows = probe_chosen, probe_chosen.ROWS * probe_chosen.KEYS, probe_chosen.ROWS * probe_chosen.COUNT

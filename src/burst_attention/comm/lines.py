@@ -1,7 +1,7 @@
 """Lines: sockets between ranks, for small messages on the CPU.
 
-A thread of gloo moves gloo's messages. Where every core computes, that thread waits for its turn: a message takes about
-a millisecond. Over a line the thread that sends writes, and the one that waits reads: some ten microseconds.
+A thread of gloo moves gloo's messages. Where every core computes, that thread waits for its turn. Over a line the
+thread that sends writes, and the one that waits reads.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _listener() -> socket.socket | None:
 
 
 def _network_listener() -> socket.socket | None:
-    """Return a socket at the address that gloo uses: of the interface it is told, else of this host's name."""
+    """Return a socket at the address that gloo uses: of GLOO_SOCKET_IFNAME, else of this host's name."""
     with suppress(OSError, ImportError):
         if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
             import fcntl  # which Windows has not

@@ -233,11 +233,15 @@ class Transport:
         ]
         return dist.batch_isend_irecv(batch)
 
+    def _has_line(self, operation: Operation) -> bool:
+        lines = self.health.lines
+        return lines is not None and lines.carries(operation.tensor, operation.peer)
+
     def _start_one(self, operation: Operation, tag: int) -> Any:
         """Do what dist.isend and dist.irecv do on gloo, without their checks; or use a line to the peer."""
-        lines, sends = self.health.lines, isinstance(operation, Send)
-        if lines is not None and lines.carries(operation.tensor, operation.peer):
-            return lines.post(operation.tensor, operation.peer, tag, sends=sends)
+        sends = isinstance(operation, Send)
+        if self._has_line(operation):
+            return self.health.lines.post(operation.tensor, operation.peer, tag, sends=sends)
         start = self.group.send if sends else self.group.recv
         tensor = torch.view_as_real(operation.tensor) if operation.tensor.is_complex() else operation.tensor
         return start([tensor], operation.peer, tag)
@@ -296,13 +300,13 @@ class Transport:
         the computation raises, call :meth:`Health.fail`. End with :meth:`gather`.
         """
         self.check(label)
-        lines, now, later = self.health.lines, list[Receive](), list[Receive]()
+        now, later = list[Receive](), list[Receive]()
         for hop in range(1, self.world):
             peer = (self.rank - hop) % self.world
-            x = every[peer]
+            receive = Receive(peer, every[peer])
             # NCCL would hold the sends back until all has arrived. Lines need no word from the receiver.
-            waits = not x.is_cpu or (lines is not None and lines.carries(x, peer))
-            (later if waits else now).append(Receive(peer, x))
+            waits = not receive.tensor.is_cpu or self._has_line(receive)
+            (later if waits else now).append(receive)
         pending = self.post([], now, label=label) if now else Pending(label, [], [])
         pending.later = later
         return pending

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host read in place: a file of the kernel without a name for each rank's tensors."""
+"""Memory that the ranks of one host read in place: each rank has a file without a name, which holds its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNED = 64  # bytes, as torch's own memory
 
 
 class Room:
-    """Memory from which tensors are taken one after the other; equal sizes are at equal places on all ranks."""
+    """Memory from which tensors are taken one after the other. All ranks take the same ones in the same order."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._used = memory, _SECRET
@@ -34,8 +34,8 @@ class Room:
 def open_rooms(agreement: Agreement, sizes: Sequence[int]) -> list[Room] | None:
     """Return every rank's memory for tensors of these bytes, by rank; None unless all ranks are on one host.
 
-    Every rank must call it. What this rank writes into its own, its peers read. What it writes into theirs, only it
-    sees.
+    Every rank must call it. Peers read what this rank writes into its own memory. A write into a peer's memory stays in
+    this process.
     """
     with agreement.entering("shard_weights"):
         count = _SECRET

@@ -75,8 +75,10 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     for name, module in modules.items():
         weight = module.weight
         if id(weight) not in cut:
-            rows = zip(rooms or [], rows_of(len(weight), mesh.size()), strict=rooms is not None)
-            parts = [room.take((len(each), weight.shape[1]), weight.dtype) for room, each in rows] or None
+            parts = None
+            if rooms is not None:
+                rows = zip(rooms, rows_of(len(weight), mesh.size()), strict=True)
+                parts = [room.take((len(each), weight.shape[1]), weight.dtype) for room, each in rows]
             cut[id(weight)] = cut_weight(weight, mesh, None if parts is None else parts[rank]), parts
         state.shared.share(module, name, numbers.get(id(module)), *cut[id(weight)])
     state.shared.keep(base, samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from .assignment import CIRCULATIONS
+from .assignment import CIRCULATIONS, KEYS_CIRCULATE
 from .layout import Layout
 from .route import ROUTES
 
@@ -143,7 +143,7 @@ def for_chosen_keys(strategy: Strategy) -> Strategy:
     """
     if strategy.ulysses_degree != "auto" or strategy.circulate != "auto":
         return strategy
-    return replace(strategy, ulysses_degree=1, circulate="key-value")
+    return replace(strategy, ulysses_degree=1, circulate=KEYS_CIRCULATE)
 
 
 def _of_fields(text: str) -> Strategy:

@@ -25,7 +25,7 @@ from .timing import Wire
 from .traffic import TrafficModel
 
 SAMPLES = 33  # rows of a shard of which chosen keys are counted
-BEYOND = 3.0  # standard deviations: the fullest of many queries has so many more keys in a shard than the mean
+BEYOND = 3.0  # standard deviations: by which the fullest of many queries has more keys in a shard than the mean
 WIDE = 4  # bytes of an element that a kernel computes with
 
 
