@@ -23,7 +23,7 @@ from tests.support.generating import (
     model_of,
     over_ranks,
 )
-from tests.support.indexed_models import COUNT, FAMILIES, Choices, noting_choices
+from tests.support.indexed_models import CACHED, COUNT, Choices, noting_choices
 
 NEW = 12
 BLOCKS = "minimax_m3_vl"
@@ -33,7 +33,7 @@ EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
 def families_but(*left_out):
     """The families as parameters; some are of the long tests."""
     marks = {True: (), False: pytest.mark.long}
-    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in FAMILIES if x not in left_out]
+    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in CACHED if x not in left_out]
 
 
 @pytest.mark.parametrize("family", families_but())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
 
 from burst_attention import Strategy
 from burst_attention.integrations import hf
@@ -18,6 +19,9 @@ from tests.support.vision_models import build, images_and_text, text, videos_and
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "internvl", "idefics3", "qwen3_5", "paligemma")
 # transformers 5.24 raises in each call of Llama 4 with images, in one process too (findings/).
 LLAMA_4 = ("llama4",) if known.CACHE == "past_key_values" else ()
+# Layers share latents, and an indexer chooses their keys (transformers 5.24).
+MISTRAL_LARGE_4 = ("mistral_large4",) if "mistral_large4" in CONFIG_MAPPING else ()
+FAMILIES += MISTRAL_LARGE_4
 BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text}
 
 
@@ -63,6 +67,8 @@ def test_equal_to_one_process(pools, name):
         (2, "gemma3", "images", "zigzag", True, None),
         (2, "qwen3_vl", "images", None, False, None),
         (2, "qwen3_vl", "images", None, None, SAVING),
+        *((2, name, "images", "contiguous", None, SAVING) for name in MISTRAL_LARGE_4),
+        *((4, name, "text alone", "zigzag", False, None) for name in MISTRAL_LARGE_4),
     ],
 )
 def test_layouts_and_recomputation(pools, world, name, case, layout, checkpointing, memory):
@@ -84,7 +90,7 @@ def generated(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2_5_vl", *LLAMA_4])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *LLAMA_4, *MISTRAL_LARGE_4])
 def test_generating_alone_and_restoring(pools, name):
     for before, while_parallel, after in pools(2).run(generated, name):
         assert before == while_parallel == after

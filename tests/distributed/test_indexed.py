@@ -7,20 +7,32 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from transformers import CONFIG_MAPPING
 
 from burst_attention import Mask, Strategy
 from burst_attention.attention.call import keep_attention
 from burst_attention.integrations import hf
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
+from tests.support import vision_models
 from tests.support.conditioning import certain, margin_of_choices
 from tests.support.hybrid_models import apart, certain_tokens, check_steps, one_process, tokens
-from tests.support.indexed_models import COUNT, FAMILIES, HEADS, Choices, Sent, make_indexed, noting_choices
+from tests.support.indexed_models import (
+    COUNT,
+    FAMILIES,
+    HEADS,
+    LATENTS,
+    SHARING,
+    Choices,
+    Sent,
+    make_indexed,
+    noting_choices,
+)
 
 HIDDEN, GRADIENTS = 1e-11, 1e-10
 BLOCKS = "minimax_m3_vl"
-EVERYDAY = ("deepseek_v32", "deepseek_v32" + HEADS, "glm_moe_dsa", BLOCKS)
-LATENTS = [family for family in FAMILIES if family != BLOCKS]
+EVERYDAY = ("deepseek_v32", "deepseek_v32" + HEADS, "glm_moe_dsa", BLOCKS, SHARING)
+sharing = pytest.mark.skipif(SHARING not in FAMILIES, reason="of transformers 5.24")
 
 
 def families_but(*left_out):
@@ -53,9 +65,9 @@ def test_latents_are_sent_if_they_are_smaller(family, monkeypatch):
     model, sent = make_indexed(family), Sent(monkeypatch)
     with local_world(2) as ranks:
         ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=tokens(48)) and None)
-    part = of_latents(model)[0]
-    latent = (1, part.kv_lora_rank + part.qk_rope_head_dim, part.kv_lora_rank)
-    assert sent.found == {(4, part.qk_head_dim, 0) if family.endswith(HEADS) else latent}
+    parts = of_latents(model)
+    latents = {(1, part.kv_lora_rank + part.qk_rope_head_dim, part.kv_lora_rank) for part in parts}
+    assert sent.found == ({(4, parts[0].qk_head_dim, 0)} if family.endswith(HEADS) else latents)
 
 
 def twice(_, __, out):
@@ -158,8 +170,8 @@ def stepped(model, batch, **options):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", families_but())
 def test_padding(family, side):
-    if (family, side) == (BLOCKS, "left"):
-        pytest.skip("refused: test_blocks_are_counted_from_the_start_of_a_row")
+    if side == "left" and family in (BLOCKS, SHARING, SHARING + HEADS):
+        pytest.skip("refused: test_blocks_are_counted_from_the_start_of_a_row, test_scales_that_grow_with_the_position")
     model = make_indexed(family)
     draws = (padded(tokens(70, seed=seed), side) for seed in range(5, 13))
     batch = certain(draws, lambda batch: margin_of_choices(model, lambda moved: moved(**batch, use_cache=False)))
@@ -250,7 +262,7 @@ def test_recomputation_makes_the_same_choice_or_keeps_it(family, keep, monkeypat
 
 
 @pytest.mark.parametrize("recompute", ["layer", "keep-attention"])
-@pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS, pytest.param(SHARING, marks=sharing)])
 def test_memory_options(family, recompute):
     model = make_indexed(family)
     ids = certain_tokens(model, (0, 64))
@@ -290,6 +302,56 @@ def test_what_is_refused_by_name():
 
     assert "attention_chunks=2" in refused(chunks)
     assert "ulysses_degree=2 of the strategy splits heads" in refused(split)
+
+
+@sharing
+def test_gradients_of_shared_latents_and_learned_angles_are_there():
+    """So that all cases above would fail without them: of layers that reuse latents, and of scales and angles."""
+    model = make_indexed(SHARING)
+    _, _, gradients = one_process(model, tokens(48), (0, 48))
+    for name, gradient in gradients.items():
+        assert not name.endswith(("alpha", "scaling.scale", "scaling.bias")) or (gradient.abs() > 1e-4).all(), name
+    modes = model.config.kv_sharing_modes
+    assert modes == ["store", "reuse", "store", "reuse_but_indexer", "store", "reuse_but_indexer"]
+    sources = {n for n, mode in enumerate(modes) if mode == "store"}
+    assert {n for n in range(6) if f"model.layers.{n}.self_attn.kv_a_proj_with_mqa.weight" in gradients} == sources
+
+
+@sharing
+def test_scales_that_grow_with_the_position():
+    """A row that does not begin at position 0 has other results, so it is refused."""
+    model, ids = make_indexed(SHARING), tokens(48)
+    mask, later = torch.ones_like(ids), torch.arange(7, 55)[None]
+    mask[0, :5] = 0
+    assert (model(ids, position_ids=later).logits - model(ids).logits).norm() > 1
+    for batch in ({"attention_mask": mask}, {"position_ids": later}):
+        call = lambda group, batch=batch: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, **batch)  # noqa: E731
+        assert "move a row's first token away from position 0" in refused(call)
+
+
+@sharing
+def test_reentrant_checkpointing_is_refused():
+    """It loses gradients of what layers get from one another, latents and angles, also without the library."""
+    ids, own = tokens(48), {"kv_source_layers": [*range(6)]}
+
+    def checkpointed(group, **changes):
+        model = hf.parallelize(make_indexed(SHARING, **changes).train(), group)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model(input_ids=ids, labels=ids)
+
+    assert "layers.1.self_attn (MistralLarge4TextAttention) has keys and values of another" in refused(checkpointed)
+    assert "rotary_emb (MistralLarge4TextRotaryEmbedding) has learned weights" in refused(
+        lambda group: checkpointed(group, **own)
+    )
+
+
+def test_sizes_are_read_inside_of_a_vision_language_model():
+    """Layers that take the choice of the layer before have no indexer, and its number of keys."""
+    for name in {"hy_v4_vl", SHARING} & CONFIG_MAPPING.keys():
+        model = vision_models.build(name)
+        types, found = model.config.get_text_config().indexer_types, hf.indexed_layers(model)
+        assert [each.chooses for each in found] == [kind == "full" for kind in types]
+        assert {(each.count, each.head_dim, each.inside) for each in found} == {(8, 40, True)}
 
 
 def test_blocks_that_are_not_certain_are_refused_when_parallelized():

@@ -4,12 +4,16 @@ import functools
 import importlib
 
 import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.integrations.hf.layers import indexed
 from burst_attention.kernels import chosen as kernel
 from tests.support.hybrid_models import VOCABULARY
 from tests.tools import families
 
+SHARING = "mistral_large4"  # of transformers 5.24, whose layers share latents
 COUNT = 8  # keys of a query, of up to a hundred that it sees
 # With many heads no key of a query has the score 0 exactly, so that stock's order of equal scores does not matter.
 _SIZES = {"vocab_size": VOCABULARY, "index_topk": COUNT, "index_n_heads": 16, "index_head_dim": 8, "kv_lora_rank": 16}
@@ -19,6 +23,11 @@ _SHARED = {"indexer_types": ["full", "shared", "full"]}
 _SLIDING = {"layer_types": ["indexed_attention", "sliding_attention"] * 2}
 _BLOCKS = {"index_n_heads": 2, "index_block_size": 5, "index_topk_blocks": 3, "index_local_blocks": 2, "head_dim": 8}
 _BLOCKS |= {"layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"]}
+# Latents of two kinds (rotated or not), shared by layers with and without an indexer: a layer's are replaced later on.
+_SOURCES = {"num_hidden_layers": 6, "kv_source_layers": [0, 0, 2, 2, 4, 4], "no_rope_layers": [1, 1, 1, 1, 0, 0]}
+_SOURCES |= {"indexer_types": ["full", "shared", "full", "full", "shared", "full"]}
+_SOURCES |= {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.0}}
+_SOURCES["rope_parameters"] |= {"original_max_position_embeddings": 1024}
 # By package of transformers: the type of the configuration, and settings.
 FAMILIES = {
     "deepseek_v32": ("deepseek_v32", {}),
@@ -27,7 +36,10 @@ FAMILIES = {
     "dots3_note": ("dots3_note_text", {"num_hidden_layers": 4, "sliding_window": 7} | _SLIDING),
     "hy_v4": ("hy_v4", _SHARED),
     "minimax_m3_vl": ("minimax_m3_vl_text", _BLOCKS),
-}
+} | ({SHARING: (f"{SHARING}_text", _SOURCES)} if SHARING in CONFIG_MAPPING else {})
+# Whose attention projects keys and values from latents, and those that a cache over ranks takes.
+LATENTS = [family for family in FAMILIES if family != "minimax_m3_vl"]
+CACHED = [family for family in FAMILIES if family != SHARING]
 
 
 HEADS = "-heads"  # of a family's name: with a latent that is larger than all heads, which are sent instead
@@ -42,7 +54,8 @@ def make_indexed(family, *, stock=False, **changes):
     config._attn_implementation, config._experts_implementation, config.use_cache = "eager", "eager", False
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}") if stock else None
     module = families.double_module(family) if module is None else module
-    made = next(each for name, each in vars(module).items() if name.endswith("ForCausalLM"))
+    made = next((each for name, each in vars(module).items() if name.endswith("ForCausalLM")), None)
+    made = _with_head(module.MistralLarge4PreTrainedModel, module.MistralLarge4TextModel) if made is None else made
     torch.manual_seed(0)
     model = made(config).double()
     generator = torch.Generator().manual_seed(1)
@@ -50,9 +63,36 @@ def make_indexed(family, *, stock=False, **changes):
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.15, generator=generator)
+            elif name.endswith("softmax_scaling.bias"):
+                parameter.normal_(1, 0.3, generator=generator)
+            elif name.endswith(("softmax_scaling.scale", "alpha")):
+                parameter.normal_(0, 0.3, generator=generator)
             elif "norm" not in name:
                 parameter.normal_(0, 0.1, generator=generator)
     return model.eval()
+
+
+def _with_head(base, text):
+    """The class of a language model, for a text model that transformers has inside of a vision-language model alone."""
+
+    class MistralLarge4ForCausalLM(base, GenerationMixin):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = text(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+            out = self.model(input_ids=input_ids, **kwargs)
+            hidden = out.last_hidden_state
+            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+            logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    return MistralLarge4ForCausalLM
 
 
 def noting_choices(model):

@@ -71,6 +71,10 @@ _OWN: dict[str, dict[str, Any]] = {
         },
     },
     "llava_next": _TILES,
+    "mistral_large4": {
+        "text_config": {"kv_source_layers": [0, 0, 2, 2], "indexer_types": ["full", "shared", "full", "full"]}
+        | {"no_rope_layers": [1, 1, 1, 1]}
+    },
     "paddleocr_vl": {"text_config": _ROPE},
     "llava_next_video": _TILES,
     "llava_onevision": _TILES,

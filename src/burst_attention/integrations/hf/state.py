@@ -13,7 +13,7 @@ from burst_attention.loss import LogitForm
 from .call import arguments, heads
 from .call.outputs import scaled
 from .layers import checks, converted
-from .layers.memory import Memory
+from .layers.memory import Memory, check_reentrant
 from .reading import Reading, attached, forwards, models, read, structure
 from .settings import Settings
 from .snapshots import Snapshot, Watched
@@ -70,6 +70,7 @@ class ModelState:
         body, over_ranks, cut = reading.text, self.plans.base.world > 1, self.meeting.inner is not None
         converted.convert_body(body)
         self.memory.check(body)
+        check_reentrant(body)
         if over_ranks or cut:
             attached.check_random(reading, body)
             attached.check_hooks(body)

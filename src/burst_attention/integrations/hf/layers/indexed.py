@@ -12,7 +12,7 @@ layer's ``expand_kv`` computes. Here it returns the latent, and the attention co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,27 @@ from .checks import MaskRequest
 from .dealt import Step
 from .own_attention import Recorded, name_of, unknown
 
+_SHARED = "shared_kv_states"  # the argument with latents that layers hand on
+
+
+@dataclass(frozen=True)
+class _SharedLatents:
+    """The latents that layers share, by kind, as one of them reads and stores them.
+
+    Stock layers replace the latents of earlier ones, of the same kind. A layer that checkpointing runs again would then
+    read those of a later layer. Here each layer's stay, and a layer reads the latest of those before it.
+    """
+
+    stored: MutableMapping[Any, Any]  # by (kind, number of the layer), the same of all layers
+    layer: int
+
+    def __getitem__(self, kind: str) -> Any:
+        sources = [layer for name, layer in self.stored if name == kind and layer < self.layer]
+        return self.stored[kind, max(sources, default=None)]
+
+    def __setitem__(self, kind: str, latents: Any) -> None:
+        self.stored[kind, self.layer] = latents
+
 
 class IndexedAttention(Converted):
     """An attention to the keys of an indexer. Its own code cuts a mask for the indexer, so it needs one."""
@@ -42,6 +63,9 @@ class IndexedAttention(Converted):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if running_plans(self) is not ALONE and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = MaskRequest(causal=True, window=None, foreign=())
+        if _SHARED in kwargs:
+            own: Any = self
+            kwargs[_SHARED] = _SharedLatents(kwargs[_SHARED], own.layer_idx)
         return super().forward(*args, **kwargs)
 
     def keeps_latent(self) -> bool:

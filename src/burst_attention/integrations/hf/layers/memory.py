@@ -6,6 +6,7 @@ Weights keep their names and places. As in FSDP2, a module's class is replaced b
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -130,6 +131,31 @@ def unsave(body: nn.Module) -> None:
         layer.gradient_checkpointing = False
     revert(body, ByHeads)
     revert(body, InTokenChunks)
+
+
+def check_reentrant(body: Reading) -> None:
+    """Refuse reentrant checkpointing of layers that get tensors with a gradient otherwise than by position."""
+    layer = next((part for part in body if part.name and _is_reentrant(part.module)), None)
+    if layer is None:
+        return
+    for part in body:
+        what = "keys and values of another layer" if vars(part.module).get("is_kv_shared_layer") else None
+        if known.is_called(part.module, "RotaryEmbedding") and [*part.module.parameters()]:
+            what = "learned weights for the angles of all layers"
+        if what is not None:
+            raise ValueError(
+                f"gradient checkpointing of {layer} is reentrant, but {part} has {what}, whose gradients would be "
+                "lost; pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    """Return whether torch's reentrant checkpointing is set on a layer, or wrapped around it."""
+    own = vars(module)
+    if getattr(own.get("checkpoint_impl"), "name", None) == "REENTRANT":  # of a CheckpointWrapper
+        return True
+    function = own.get("_gradient_checkpointing_func") if own.get("gradient_checkpointing") else None
+    return isinstance(function, functools.partial) and function.keywords.get("use_reentrant") is not False
 
 
 def _layers_of(body: Reading) -> list[Part]:

@@ -86,7 +86,7 @@ SCORES = names(
     """
 )
 # Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
-_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL")
+_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL MistralLarge4Text")
 _WIDE_KEYS = ("Dots3NoteTextIndexer",)  # indexers that rotate their keys by angles in fp32, and so send them in fp32
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
@@ -114,8 +114,8 @@ _READ = (
     Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter
     GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter HunYuanMoEV1Gate
     KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter
-    MiMoV2FlashTopkRouter MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter NemotronHTopkRouter
-    SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
+    MiMoV2FlashTopkRouter MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter MistralLarge4TextTopkRouter
+    NemotronHTopkRouter SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
     """,
     ),
     ("scatter softmax sort sum topk", "JetMoeTopKGating"),
@@ -142,7 +142,7 @@ _READ = (
     ("all", "Gemma4TextModel"),
     # Of the first head of a mask, for the indexer.
     ("index", "AXK2Attention DeepseekV32Attention Dots3NoteTextAttention GlmMoeDsaAttention HYV4Attention"),
-    ("index", "HYV4VLAttention"),
+    ("index", "HYV4VLAttention MistralLarge4TextAttention"),
     # Over the copies of the stream.
     ("sum", "HYV4HyperConnection HYV4HyperHead HYV4VLHyperConnection HYV4VLHyperHead"),
     ("cat einsum index pad", "BigBirdModel"),  # of masks
@@ -165,7 +165,6 @@ REFUSED_PARTS: Mapping[str, str] = {
     "DogeAttention": "makes its mask from the values of the keys that it gets",
     "FalconAttention": _ALIBI,
     "Glm5NextTextIndexer": "chooses among sums of groups of keys, which cross the shards' borders",
-    "MistralLarge4TextAttention": "shares latent keys and values between its layers (kv_sharing_modes)",
     "MptAttention": _ALIBI,
     "MusicgenDecoder": _CODEBOOKS,
     "MusicgenMelodyDecoder": _CODEBOOKS,

@@ -218,4 +218,5 @@ def depends_on_places(reading: Reading) -> bool:
     scaled = getattr(config, "attn_temperature_tuning", None)
     scaled = scaled or "llama_4_scaling_beta" in str(getattr(config, "rope_parameters", None))
     blocks = any(hasattr(part.module, "block_size") for part in reading.of(Kind.INDEXER))  # counted from a row's start
-    return blocks or bool(scaled) or not is_rotary(reading) or embeds_positions(reading)
+    grows = any(known.is_called(part.module, "SoftmaxScaling") for part in reading)  # Mistral Large 4's
+    return blocks or grows or bool(scaled) or not is_rotary(reading) or embeds_positions(reading)
