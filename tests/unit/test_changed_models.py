@@ -254,14 +254,28 @@ def test_what_chunks_of_heads_do_not_know_is_refused_by_name(what):
         step(hf.parallelize(before, memory=CHUNKS))
 
 
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED["layer_types"] * 2}
+SHARED |= {"activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8}
+SHARED |= {"vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "sliding_window": 7}
+
+
 def test_layers_that_share_keys_are_refused_before_a_call():
-    settings = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED["layer_types"] * 2}
-    settings |= {"activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8}
-    settings |= {"vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "sliding_window": 7}
-    model = model_of("gemma3n_text", **settings)
+    model = model_of("gemma3n_text", **SHARED)
     with pytest.raises(ValueError, match=r"Gemma3nTextAttention: .* other layers \(num_kv_shared_layers=2\)"):
         hf.parallelize(model, memory=CHUNKS)
-    assert_same(step(model_of("gemma3n_text", **settings)), step(hf.parallelize(model)))
+    assert_same(step(model_of("gemma3n_text", **SHARED)), step(hf.parallelize(model)))
+
+
+def test_reentrant_checkpointing_of_shared_keys_is_refused():
+    """In transformers it loses the gradients of keys that other layers reuse, without an error."""
+    model = hf.parallelize(model_of("gemma3n_text", **SHARED).train())
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(
+        ValueError, match=r"^gradient checkpointing of layers\.0 .*layers\.2\.self_attn .* of another layer"
+    ):
+        step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(step(model_of("gemma3n_text", **SHARED).train()), step(model))
 
 
 @pytest.mark.parametrize(
