@@ -44,7 +44,7 @@ def judge(reported, case="images"):
         assert (moved > 5) == (case != "text alone")
 
 
-SAVING = hf.Memory(recompute="layer", mlp_chunks=2)
+SAVING, KEEPING = hf.Memory(recompute="layer", mlp_chunks=2), hf.Memory(recompute="keep-attention")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_equal_to_one_process(pools, name):
         (2, "qwen3_vl", "images", None, False, None),
         (2, "qwen3_vl", "images", None, None, SAVING),
         *((2, name, "images", "contiguous", None, SAVING) for name in MISTRAL_LARGE_4),
-        *((4, name, "text alone", "zigzag", False, None) for name in MISTRAL_LARGE_4),
+        *((4, name, "text alone", "zigzag", None, KEEPING) for name in MISTRAL_LARGE_4),
     ],
 )
 def test_layouts_and_recomputation(pools, world, name, case, layout, checkpointing, memory):

@@ -347,7 +347,7 @@ def test_reentrant_checkpointing_is_refused():
 
 def test_sizes_are_read_inside_of_a_vision_language_model():
     """Layers that take the choice of the layer before have no indexer, and its number of keys."""
-    for name in {"hy_v4_vl", SHARING} & CONFIG_MAPPING.keys():
+    for name in {"hy_v4_vl", SHARING}.intersection(CONFIG_MAPPING):
         model = vision_models.build(name)
         types, found = model.config.get_text_config().indexer_types, hf.indexed_layers(model)
         assert [each.chooses for each in found] == [kind == "full" for kind in types]
