@@ -12,7 +12,7 @@ from burst_attention.integrations.hf.reading import known
 from tests.distributed.test_hf_parallel import refusal
 from tests.support.equal import check, equal
 from tests.support.hf_models import WHOLE_HEADS
-from tests.support.vision_models import build, images_and_text, text, videos_and_text
+from tests.support.vision_models import build, images_and_text, packed, text, videos_and_text
 
 # Rotary positions in time and space; rows added in deep layers; images that see both ways; chunks and a head inside of
 # the language model; other towers; recurrent layers.
@@ -22,7 +22,7 @@ LLAMA_4 = ("llama4",) if known.CACHE == "past_key_values" else ()
 # Layers share latents, and an indexer chooses their keys (transformers 5.24).
 MISTRAL_LARGE_4 = ("mistral_large4",) if "mistral_large4" in CONFIG_MAPPING else ()
 FAMILIES += MISTRAL_LARGE_4
-BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text}
+BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text, "packed": packed}
 
 
 def against_stock(name, case="images", layout=None, checkpointing=None, memory=None):
@@ -67,7 +67,9 @@ def test_equal_to_one_process(pools, name):
         (2, "gemma3", "images", "zigzag", True, None),
         (2, "qwen3_vl", "images", None, False, None),
         (2, "qwen3_vl", "images", None, None, SAVING),
+        (3, "mistral3", "packed", None, None, None),
         *((2, name, "images", "contiguous", None, SAVING) for name in MISTRAL_LARGE_4),
+        *((3, name, "packed", "balanced", None, SAVING) for name in MISTRAL_LARGE_4),
         *((4, name, "text alone", "zigzag", None, KEEPING) for name in MISTRAL_LARGE_4),
     ],
 )
@@ -96,12 +98,22 @@ def test_generating_alone_and_restoring(pools, name):
         assert before == while_parallel == after
 
 
+def refused_positions(name):
+    model = build(name)
+    batch = packed(model)
+    hf.parallelize(model, strategy=WHOLE_HEADS, timeout=60)
+    return refusal(model, **batch)
+
+
 def refused(what):
     """Return the error of a call with a changed batch or model."""
     model = build("qwen2_5_vl")
     batch = images_and_text(model)
     if what.startswith("position_ids"):
         batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+    elif what.startswith("packed"):
+        batch["seq_idx"] = (torch.arange(batch["input_ids"].shape[1])[None] > 20).int().expand(2, -1)
+        del batch["attention_mask"]
     elif what.startswith("padding"):
         batch["attention_mask"] = batch["attention_mask"].flip(1)
         batch["labels"][-1, :6] = -100
@@ -122,10 +134,25 @@ def refused(what):
     return refusal(model, **batch)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gemma3", "makes masks from the images of a whole row"),
+        ("qwen3_5", "computes its own"),
+        ("lfm2_vl", "recurrent"),
+    ],
+)
+def test_other_positions_are_refused(pools, name, words):
+    for each in pools(2).run(refused_positions, name):
+        assert "position_ids are refused: " in each and words in each
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        "position_ids are refused: a vision-language model",
+        "position_ids are refused: Qwen2_5_VLForConditionalGeneration computes its own",
+        "packed documents: not supported for vision-language models; pass position_ids",
         "padding in front of the tokens: not supported",
         "pixels=Tensor [1] is refused: did you mean pixel_values?",
         "extra=Tensor [1] of the language model: how to cut it is unknown",

@@ -195,6 +195,16 @@ def images_and_text(model: Any, count: int = 3, **options: Any) -> dict[str, Any
     return batch
 
 
+def packed(model: Any) -> dict[str, Any]:
+    """Images and text of four documents: each row has two, and the second one's begins elsewhere."""
+    batch = images_and_text(model)
+    del batch["attention_mask"]
+    length = batch["input_ids"].shape[1]
+    borders = (length - 9, 12)
+    rows = [torch.cat([torch.arange(border), torch.arange(length - border)]) for border in borders]
+    return batch | {"position_ids": torch.stack(rows)}
+
+
 def pixels_of(model: Any, count: int) -> dict[str, Any]:
     """What the family's image processor would make of images of its size."""
     make, named = torch.Generator().manual_seed(2), inspect.signature(_owner(model).get_image_features).parameters

@@ -62,7 +62,7 @@ def agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call
         arguments.check_rows(model, inputs, rows, items, keep)
         _warn_of_labels(model, rows)
         if vision.language_model_of(model) is not None:
-            vision.check_call(inputs, rows)
+            vision.check_call(model, inputs, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
         wants = {"states": arguments.wanted_states(model, inputs), "whole": inputs.pop("logits", None) == "gather"}
         wants["router"] = arguments.wants_router(model, inputs)

@@ -21,6 +21,7 @@ from burst_attention.attention.plan import Plan
 
 from ..classes import become, stock_class
 from ..layers.checks import MaskRequest, shown
+from ..reading import Kind, read
 from ..reading.known import CACHES
 from ..reading.parts import around_language, language_model_of
 from ..running import RunningPlans, running
@@ -29,6 +30,7 @@ from .rows import BatchRows
 from .stub_forward import Output, StandIn, tensors_of, twin_of
 
 _BOTH_WAYS = {"create_masks_for_vision_model", "block_sequence_ids"}  # in the code of a forward
+_OWN_POSITIONS = ("get_rope_index", "compute_3d_position_ids")  # methods of models that compute their positions
 _CALL = "_burst_call"
 _UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
 # Arguments of a model's body that are not the vision tower's.
@@ -65,21 +67,36 @@ def joins_rows(model: Any) -> bool:
     return any(not _BOTH_WAYS.isdisjoint(words) for words in (code.co_names, code.co_consts, *tuples))
 
 
-def check_call(inputs: Mapping[str, Any], rows: BatchRows) -> None:
-    """Refuse batches of a vision-language model that would have to be rearranged."""
-    if inputs.get("position_ids") is not None:
-        raise ValueError("position_ids are refused: a vision-language model computes its own; leave them out")
-    packed = rows.cu_seqlens is not None and not rows.joined
+def check_call(model: Any, inputs: Mapping[str, Any], rows: BatchRows) -> None:
+    """Refuse batches of a vision-language model that would have to be rearranged, and positions that it can't take."""
+    given = inputs.get("position_ids") is not None
+    if given and (why := _reason_against_positions(model)):
+        raise ValueError(f"position_ids are refused: {type(model).__name__} {why}; leave them out")
+    packed = rows.cu_seqlens is not None and not (rows.joined or given)
     if packed or (rows.shifted and rows.padding is not None and bool(rows.padding.any())):
         what = "packed documents" if packed else "padding in front of the tokens"
-        raise ValueError(f"{what}: not supported for vision-language models; pad behind the tokens of each row")
+        remedy = "pass position_ids that restart at 0" if packed else "pad behind the tokens of each row"
+        raise ValueError(f"{what}: not supported for vision-language models; {remedy}")
     if rows.input_ids.numel() != rows.shape[0] * rows.shape[1]:
         raise ValueError(f"input_ids has {rows.shape[1]} tokens, fewer than there are ranks; use fewer ranks")
 
 
+def _reason_against_positions(model: Any) -> str | None:
+    """Return why a vision-language model does not take positions, and so documents, of a batch; None if it does."""
+    around, _ = around_language(model)
+    if any(hasattr(around, name) for name in _OWN_POSITIONS):
+        return "computes its own, in time and space"
+    if joins_rows(model):
+        return "makes masks from the images of a row"
+    if read(language_model_of(model)).of(Kind.MIXER):
+        return "has recurrent layers, which pass their state on to the next document in transformers"
+    return None
+
+
 def digests(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of the arguments that stay whole."""
-    whole = {name: inputs[name] for name in sorted(whole_arguments(model)) if inputs.get(name) is not None}
+    names = sorted(whole_arguments(model) | {"position_ids"}) if language_model_of(model) is not None else ()
+    whole = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return {name: [digest_of(x) for x in tensors_of(value)] or repr(value) for name, value in whole.items()}
 
 
@@ -89,6 +106,7 @@ def run(model: Any, call: Call) -> Any:
     inner, inputs = language_model_of(model), call.inputs
     whole = {each: inputs[each] for each in whole_arguments(model) if each in inputs}
     batch = {"input_ids": inputs["input_ids"], "attention_mask": inputs.get("attention_mask"), "use_cache": False}
+    batch |= {"position_ids": inputs["position_ids"]} if "position_ids" in inputs else {}
     setattr(inner, _CALL, call)
     try:
         if around is not model:
@@ -124,7 +142,10 @@ def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
         raise ValueError(f"inputs_embeds={shown(embeds)} of the language model is not the whole batch's embeddings")
     # [1 or B, S], or [3 or 4, B, S] of rotary positions in time and space.
     positions = inputs.setdefault("position_ids", torch.arange(length, device=embeds.device)[None])
-    if call.rows.joined:
+    given = call.inputs.get("position_ids")
+    if given is not None and positions is not given and not torch.equal(positions, given):
+        raise ValueError("position_ids do not reach the language model as they were given; leave them out")
+    if len(call.rows.input_ids) < batch:
         inputs["position_ids"] = positions.expand(*positions.shape[:-2], batch, length).flatten(-2).unsqueeze(-2)
         for name in inputs.keys() & {"inputs_embeds", *_PER_TOKEN, *_ADDED}:
             inputs[name] = inputs[name].flatten(0, 1)[None]
