@@ -138,7 +138,7 @@ def refused(what):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gemma3", "makes masks from the images of a whole row"),
+        ("gemma3", "makes masks from the images of a row"),
         ("qwen3_5", "computes its own"),
         ("lfm2_vl", "recurrent"),
     ],
