@@ -36,9 +36,10 @@ class Verdict:
     gradients: float = 0.0
     tower: int = 0  # parameters outside of the language model that get a gradient
     tokens: int = 0  # image tokens of the batch
+    packed: str = ""  # of documents in a row: as ``kind``
 
     def __str__(self) -> str:
-        figures = f"{self.loss:.0e} {self.gradients:.0e} {self.tower:3} {self.tokens:3}"
+        figures = f"{self.loss:.0e} {self.gradients:.0e} {self.tower:3} {self.tokens:3} {self.packed}"
         return f"{self.kind:10} {self.model_type:22} {figures} {self.text}"
 
 
@@ -59,7 +60,25 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:
         return _on_text(model_type, alone, first_line(error))
     tokens = int((batch["input_ids"] == vision_models.image_token(alone.config)).sum())
-    return _compared(model_type, alone, batch, expected.item(), tokens)
+    verdict = _compared(model_type, alone, batch, expected.item(), tokens)
+    return _on_documents(verdict, alone) if verdict.kind == "equal" else verdict
+
+
+def _on_documents(verdict: Verdict, alone: Any) -> Verdict:
+    """Compare on rows of two documents, too."""
+    batch = vision_models.packed(alone)
+    try:
+        alone.zero_grad()
+        expected = stock_loss(alone, batch)
+        expected.backward()
+    except Exception:
+        verdict.packed = "not built"
+        return verdict
+    found = _compared(verdict.model_type, alone, batch, expected.item(), verdict.tokens)
+    verdict.packed = found.kind
+    if found.kind in ("different", "error"):
+        verdict.kind, verdict.text = found.kind, f"packed documents: {found.text}"
+    return verdict
 
 
 def _on_text(model_type: str, alone: Any, otherwise: str) -> Verdict:
@@ -120,6 +139,7 @@ def page(verdicts: list[Verdict]) -> str:
     """The section of docs/models.md about vision-language models."""
     equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
     tower = [verdict.tower for verdict in equal]
+    packed = sorted(verdict.model_type for verdict in equal if verdict.packed == "equal")
     apart = f"{max(each.loss for each in equal):.0e}, gradients by {max(each.gradients for each in equal):.0e}"
     lines = [
         f"All {len(verdicts)} types of transformers {transformers.__version__}: {WORLD} ranks.",
@@ -128,6 +148,9 @@ def page(verdicts: list[Verdict]) -> str:
         f"{min(tower)} to {max(tower)} parameters outside of the language model get a gradient.",
         "",
         f"{', '.join(sorted(verdict.model_type for verdict in equal))}.",
+        "",
+        f"**Packed documents**, by `position_ids` that restart ({len(packed)}), equal, too; all others refuse them:",
+        f"{', '.join(packed)}.",
         "",
         *reasons(verdicts),
     ]
