@@ -7,12 +7,13 @@ Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can 
 
 Sums stay within a rank, so a step rounds as in one process, in any dtype, and all ranks get equal bits. Layers of one
 input, such as q, k and v, share an exchange. An embedding's rows are shared too: who has a token's row sends it.
+Where only the argmax of logits matters, ranks exchange their greatest ones.
 The idea of weights by columns beside keys by tokens is Helix's (arXiv 2507.07120, section 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -28,7 +29,9 @@ from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.integrations.hf.classes import become
 from burst_attention.integrations.hf.layers.dealt import Step
 from burst_attention.integrations.hf.running import RUNNING
+from burst_attention.loss import LogitForm
 
+ARGMAX_BYTES = 8  # of a rank's greatest logit and its token
 TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
 
 
@@ -201,16 +204,13 @@ class Shared:
         modules = [module, *together]
         label = f"a step, the columns of {module.burst_part.name}"
         widths = [sum(map(len, rows)) for rows in zip(*(each.burst_part.rows for each in modules), strict=True)]
-        parts = [x.new_empty(*x.shape[:-1], width) for width in widths]
-        expected = self.transport.expect(parts, label=label)
-        try:
+
+        def compute() -> Tensor:
             owns = [F.linear(x, local(each), self._bias(each)) for each in modules]
-            own = parts[self.transport.rank] = owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1)
-        except BaseException as error:
-            self.transport.health.fail(label, error)
-            raise
-        self.transport.gather(expected, own)
-        if len(owns) == 1:
+            return owns[0].contiguous() if len(owns) == 1 else torch.cat(owns, -1)
+
+        parts = self._exchange([x.new_empty(*x.shape[:-1], width) for width in widths], compute, label)
+        if len(modules) == 1:
             outs = [torch.cat(parts, -1)]
         else:
             split = [part.split([len(each.burst_part.rows[n]) for each in modules], -1) for n, part in enumerate(parts)]
@@ -223,21 +223,54 @@ class Shared:
         bias, rows = module._parameters["bias"], module.burst_part.rows[self.transport.rank]
         return None if bias is None else bias[rows.start : rows.stop]
 
+    def argmax(self, module: Any, x: Tensor, form: LogitForm) -> Tensor:
+        """Return the token with the greatest logit, int64 [...], by a head whose input x [..., E] every rank has.
+
+        As torch.argmax of all logits in fp32: the lowest of equal ones, and NaN before any number. Each rank sends the
+        bits of its greatest logit and that token, int32 [..., 2].
+        """
+        part, rank = module.burst_part, self.transport.rank
+
+        def compute() -> Tensor:
+            logits = form.apply_(F.linear(x, local(module), self._bias(module))).float()
+            place = logits.argmax(-1, keepdim=True)
+            return torch.cat([logits.gather(-1, place).view(torch.int32), place.int() + part.rows[rank].start], -1)
+
+        parts = [x.new_empty(*x.shape[:-1], 2, dtype=torch.int32) for _ in part.rows]
+        every = self._exchange(parts, compute, f"a step, the argmax of {part.name}")
+        greatest, tokens = torch.stack(every, -1).unbind(-2)
+        owner = greatest.view(torch.float32).argmax(-1, keepdim=True)
+        return tokens.gather(-1, owner).squeeze(-1).long()
+
     def looked_up(self, module: Any, ids: Tensor) -> Tensor:
         """Return the embeddings [..., E] of ids that every rank has. The rank with a token's row computes it."""
-        part, world = module.burst_part, self.transport.world
+        part, own = module.burst_part, local(module)
         _check_ids(part, ids)
-        own = _looked_up(module, ids, part.rows[self.transport.rank], local(module))
-        every = self.transport.all_to_all([own] * world, [len(own)] * world, label=f"a step, the rows of {part.name}")
-        return _of_owners(part, ids, every)
+        rows = part.rows[self.transport.rank]
+        parts = [own.new_empty(*ids.shape, own.shape[1]) for _ in part.rows]
+        self._exchange(parts, lambda: _looked_up(module, ids, rows, own), f"a step, the rows of {part.name}")
+        return _of_owners(part, ids, parts)
 
-    def step_bytes(self, batch: int) -> int:
+    def _exchange(self, parts: list[Tensor], compute: Callable[[], Tensor], label: str) -> list[Tensor]:
+        """Fill ``parts`` with what each rank computes, by rank, and return them. A rank receives before it computes."""
+        expected = self.transport.expect(parts, label=label)
+        try:
+            own = parts[self.transport.rank] = compute()
+        except BaseException as error:
+            self.transport.health.fail(label, error)
+            raise
+        self.transport.gather(expected, own)
+        return parts
+
+    def step_bytes(self, batch: int, *, logits: bool) -> int:
         """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
         rank, count = self.transport.rank, 0
         for module in self.modules:
-            weight, rows = module._parameters["weight"], module.burst_part.rows
-            columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(rows[rank])
-            count += columns * weight.dtype.itemsize
+            weight, part, looks_up = module._parameters["weight"], module.burst_part, isinstance(module, nn.Embedding)
+            if logits or looks_up or part.layer is not None:
+                count += (weight.shape[1] if looks_up else len(part.rows[rank])) * weight.dtype.itemsize
+            else:
+                count += ARGMAX_BYTES  # of the head
         return (self.transport.world - 1) * batch * count
 
 

@@ -26,6 +26,8 @@ from burst_attention.integrations.hf.reading.parts import text_of
 from burst_attention.integrations.hf.running import RunningPlans, running
 from burst_attention.integrations.hf.settings import weights_of
 
+from .greedy import NextToken, only, takes_argmax
+
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep")
@@ -60,6 +62,7 @@ class _CachedCall:
     places: Tensor  # int64 [B, n]: the new tokens' positions, negative for padding
     past: int  # columns in the cache
     keep: int  # logits of this many last tokens
+    argmax: bool  # whether only their argmax matters
 
 
 @contextmanager
@@ -83,6 +86,10 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
         _check_mode(settings, values)
         _check_positions_of(settings, limits[1], ids.shape[1])
         fields |= {"the digest of input_ids": digest_of(ids), **cache.describe()}
+        if state.shared is not None:  # which exchanges a step has depends on it
+            argmax = takes_argmax(model, settings, values)
+            fields["whether a step gathers logits"] = not argmax
+            kwargs |= {"logits_to_keep": NextToken(1)} if argmax else {}
         fields, details = with_settings(model, fields)
     state.meeting.agree("generate", fields, details=details, **SAME)
     state.passed = argument
@@ -93,7 +100,10 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
 
 
 def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return logits [B, logits_to_keep, V] of new tokens after those of a cache, equal bits on all ranks."""
+    """Return logits [B, logits_to_keep, V] of new tokens after those of a cache, equal bits on all ranks.
+
+    Where ``generate`` takes their argmax alone and ranks share the head, they are -inf but at the argmax.
+    """
     call, logits = _agreed(model, args, kwargs), torch.empty(0)
     count, shared = call.ids.shape[1], model._burst.shared
     before = 0 if shared is None else shared.transport.sent
@@ -115,7 +125,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ca
         fields = {
             "the digest of input_ids": digest_of(call.ids),
             "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
-            "logits_to_keep": call.keep,
+            "logits_to_keep": "the next token" if call.argmax else call.keep,
             **call.cache.describe(),
         }
         if (shared := model._burst.shared) is not None:  # which exchanges a call has depends on both
@@ -157,7 +167,8 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     cache.check_batch(padding, argument)
     cache.move(ids.device)
     _check_positions(places, values.get("position_ids"))
-    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(values, count))
+    argmax = isinstance(values.get("logits_to_keep"), NextToken)
+    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(values, count), argmax)
 
 
 def _fit(model: Any, cache: Any, argument: str) -> Fit:
@@ -255,6 +266,8 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     linear, shared = call.fit.head, model._burst.shared  # under FSDP2 its weight is whole only now
     if shared is not None and shared.has(linear):
         kept = heads.for_head(hidden[:, -call.keep :], linear.weight)
+        if call.argmax:
+            return only(shared.argmax(linear, kept, model._burst.form), linear.weight.shape[0], kept.dtype)
         return model._burst.form.apply_(shared.product(linear, kept))
     head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
     return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))

@@ -90,13 +90,14 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, ignored_params=ours)
 
 
-def step_bytes(model: Any, *, batch: int = 1) -> int:
+def step_bytes(model: Any, *, batch: int = 1, logits: bool = False) -> int:
     """Return the bytes that this rank sends in a step of one token a row because ranks share weights by rows.
 
     Attention sends :func:`burst_attention.attention.dealt.dealt_bytes` a layer beside them. FSDP2's are not counted.
+    ``logits``: whether all ranks get the logits, as in sampling; not in greedy search.
     """
     shared = base_of(model)._burst.shared
-    return 0 if shared is None else int(shared.step_bytes(batch))
+    return 0 if shared is None else int(shared.step_bytes(batch, logits=logits))
 
 
 def _check_ranks(plan: Plan, mesh: Any) -> None:

@@ -6,7 +6,7 @@ rank has 1/W of each matrix's rows (``shard_weights``). In a step, every rank ha
     each layer   q, k, v of the token       with shared weights: this rank's columns, then an exchange of columns
                  attention over own keys    then an exchange of (out, lse)
                  projection, MLP            with shared weights: three more exchanges of columns
-    head         the logits                 with shared weights: an exchange of columns; the embedding's rows before
+    head         the next token, greedily   with shared weights: an exchange of maxima; the embedding's rows before
 
 A prompt is one forward on shards. With shared weights each layer is gathered while the layer before it computes; CPUs
 of one host read each other's rows in place.
@@ -21,7 +21,7 @@ from functools import cached_property
 from math import ceil
 
 from burst_attention.attention import Reach, dealt_bytes
-from burst_attention.inference import NO_HOLE, PAGE, first_needed
+from burst_attention.inference import ARGMAX_BYTES, NO_HOLE, PAGE, first_needed
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
 from burst_attention.planner.rates import Link
@@ -247,8 +247,9 @@ class Serving:
         if self.shared:
             widths = ((m.q_width, m.kv_width, m.kv_width), (m.hidden,), (m.intermediate,) * 2, (m.hidden,))
             columns = [sum(ceil(width / ranks) for width in together) for together in widths] * m.layers
-            around = [m.hidden, ceil(m.vocabulary / ranks)]  # who has a token's embedding sends the whole row
-            messages += [q.batch * q.io * count for count in (*columns, *around)]
+            columns.append(m.hidden)  # who has a token's embedding sends the whole row
+            messages += [q.batch * q.io * count for count in columns]
+            messages.append(q.batch * ARGMAX_BYTES)  # greedy search needs no logits of other ranks
         return messages
 
     @property

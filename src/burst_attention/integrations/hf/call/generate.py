@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from burst_attention.attention.batch import digest_of, digest_text
@@ -16,6 +18,7 @@ from ..settings import REMEDIES, Settings
 from ..tensor import axis
 from . import stub_forward
 
+_POSITIONAL = [*inspect.signature(GenerationMixin.generate).parameters][1:]
 _SAME_PROMPT = "Every rank needs the same prompt and the same settings of generate"
 _SAME_SEED = "Seed all ranks alike before generate: torch.manual_seed(seed)"
 _RANDOM = "the state of the random generator"
@@ -46,7 +49,8 @@ def with_settings(model: Any, fields: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 
 def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
+    """Return the arguments of a ``generate`` by name."""
+    return dict(zip(_POSITIONAL, args, strict=False)) | dict(kwargs)
 
 
 def settings_of(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
