@@ -91,10 +91,10 @@ def shared(name, tokens):
     local = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
     theirs = [x for module in model._burst.shared.modules for x in module.burst_part.in_place]
     with LiveBytes(*local, *theirs) as live:
-        generate(model, cache, ids, max_new_tokens=1)
+        model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
     sent, weights = cache.sent, sum(x.nbytes for x in local)
     mapped = {x.data_ptr(): x.nbytes for x in (*local, *theirs)}  # a tied weight once
-    generate(model, cache, torch.cat([ids, ids[:, :1]], 1), max_new_tokens=1)
+    model.generate(torch.cat([ids, ids[:, :1]], 1), past_key_values=cache, max_new_tokens=1, do_sample=False)
     return weights, cache.sent - sent, live.most - sum(mapped.values()), cache.nbytes()
 
 

@@ -183,7 +183,7 @@ def counted(name, apart):
         labels = labels_sent(patch, Transport)
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
     held = sum(x.to_local().nbytes for x in model.parameters() if isinstance(x, DTensor))
-    return cache.sent - before, step_bytes(model), [label for _, label in labels], prompt, held
+    return cache.sent - before, step_bytes(model, logits=True), [label for _, label in labels], prompt, held
 
 
 @pytest.mark.parametrize("apart", [False, True])

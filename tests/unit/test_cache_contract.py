@@ -1,13 +1,26 @@
-"""The cache over ranks: its layers, and what it refuses."""
+"""The cache over ranks: its layers, what it refuses, and what transformers' ``generate`` must keep."""
+
+import copy
+import functools
 
 import pytest
 import torch
-from transformers import DynamicCache
+from torch import nn
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import LinearAttentionLayer
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from burst_attention.inference import ShardedCache
+from burst_attention.inference import ShardedCache, greedy
+from burst_attention.inference.greedy import takes_argmax
 from burst_attention.inference.layer import Filling, IndexedLayer, ShardedLayer, StateLayer
 from burst_attention.inference.slots import Held
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf.call.generate import named, settings_of
 from burst_attention.integrations.hf.reading import known
 from tests.support.generating import ids_of, model_of
 
@@ -83,3 +96,118 @@ def test_layers_move_to_the_models_device() -> None:
     for layer, found in ((keys, keys.tokens), (state, lambda: state.tensors().values())):
         layer.move(torch.device("meta"))
         assert layer.device.type == "meta" and {x.device.type for x in found()} == {"meta"}
+
+
+def takes(model, *args, **options):
+    """Return whether greedy search needs no logits, as ``generate`` of a parallelized model asks."""
+    values = named((ids_of(3), *args), options)
+    return takes_argmax(model, settings_of(model, values)[0], values)
+
+
+@pytest.fixture
+def parallel():
+    return hf.parallelize(copy.deepcopy(model_of("llama")))
+
+
+UNUSUAL = {
+    "max_length": 50,
+    "max_new_tokens": 5,
+    "eos_token_id": [3, 4],
+    "pad_token_id": 5,
+    "bos_token_id": 6,
+    "stop_strings": "x",
+    "temperature": 0.3,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "top_h": 0.4,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.9,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "return_dict_in_generate": True,
+}
+
+
+class Words:
+    """Stands for a tokenizer, which stop strings need."""
+
+    def get_vocab(self):
+        return {"x": 1, "y": 2}
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_harmless_settings_make_nothing_that_gets_logits(parallel):
+    """If this fails on a new release, greedy search needs logits in one more case."""
+    assert UNUSUAL.keys() | {"transformers_version"} == greedy.HARMLESS
+    assert takes(parallel)
+    for name, value in UNUSUAL.items():
+        assert takes(parallel, **{name: value}), name
+        settings = settings_of(parallel, {name: value})[0]
+        parallel._prepare_special_tokens(settings, False, device=torch.device("cpu"))
+        assert not parallel._get_logits_processor(settings, input_ids_seq_length=3, device="cpu"), name
+        stops = parallel._get_stopping_criteria(settings, StoppingCriteriaList(), tokenizer=Words())
+        assert {type(each) for each in stops} <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria}, name
+
+
+def test_any_other_setting_needs_logits(parallel):
+    """A setting of a later release, too."""
+    others = [name for name in vars(GenerationConfig()) if name[0] != "_" and name not in greedy.HARMLESS]
+    assert len(others) > 30 and greedy.NEUTRAL.keys() <= {*others}
+    for name in [*others, "of a later release"]:
+        settings = settings_of(parallel, {})[0]
+        assert takes_argmax(parallel, settings, {})
+        setattr(settings, name, 7)
+        assert not takes_argmax(parallel, settings, {}), name
+
+
+def test_who_gets_logits_by_an_argument_or_a_hook(parallel, monkeypatch):
+    stop = MaxLengthCriteria(9)
+    for options in ({"logits_processor": [lambda ids, scores: scores]}, {"stopping_criteria": [stop]}, {"other": 1}):
+        assert not takes(parallel, **options)
+    assert not takes(parallel, None, [lambda ids, scores: scores]), "by position"
+    assert takes(parallel, logits_processor=[], stopping_criteria=None, cache=7, attention_mask=ids_of(3), streamer=7)
+    assert not takes(parallel, logits_to_keep=1), "the caller may want them"
+    hook = parallel.register_forward_hook(lambda *_: None)
+    assert not takes(parallel)
+    hook.remove()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not takes(parallel)
+    hook.remove()
+    parallel.forward = parallel.forward
+    assert not takes(parallel)
+    del parallel.forward
+    parallel._sample = parallel._sample
+    assert not takes(parallel)
+    del parallel._sample
+    monkeypatch.setattr(parallel.stock_class, "_sample", lambda *_, **__: None, raising=False)
+    assert not takes(parallel), "of a class"
+    monkeypatch.undo()
+    assert takes(parallel)
+
+
+def test_a_search_takes_the_token_that_alone_is_possible(monkeypatch):
+    """``generate`` in one process, from logits that are -inf but at the argmax."""
+    model, ids = copy.deepcopy(model_of("llama", "eager")), ids_of(9, 2)
+    options = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": True, "eos_token_id": None}
+    expected, stock = model.generate(ids, **options).sequences, type(model).forward
+    seen = []
+
+    def forward(self, *args, **kwargs):
+        out = stock(self, *args, **kwargs)
+        seen.append(type(kwargs["logits_to_keep"]))
+        out.logits = greedy.only(out.logits.argmax(-1), out.logits.shape[-1], out.logits.dtype)
+        assert out.logits.exp().sum(-1).eq(1).all()
+        return out
+
+    monkeypatch.setattr(type(model), "forward", functools.wraps(stock)(forward))
+    found = model.generate(ids, logits_to_keep=greedy.NextToken(1), **options).sequences
+    assert torch.equal(found, expected) and seen == 6 * [greedy.NextToken]

@@ -55,7 +55,7 @@ def test_a_token_by_hand() -> None:
     expected = {"weights": 4 * (2 * (layer + vectors) + head) / 1000, "cache": 2 * token * 65 / 1000, "host": host}
     assert whole.step == pytest.approx(expected | {"exchange": 1 + 2 * (1 + partial / 10)})
     columns = [4 * (4 + 2 + 2), 4 * 4, 4 * (8 + 8), 4 * 4]  # q, k, v; o; gate, up; down
-    sent = 2 * (partial + sum(columns)) + 4 * 8 + 4 * 5  # a row of the embedding, logits
+    sent = 2 * (partial + sum(columns)) + 4 * 8 + 8  # a row of the embedding; the greatest logit and its token
     assert (sharded.sent, sharded.exchanges) == (sent, 2 * 5 + 2)
     expected["weights"] = 4 * (2 * (layer // 2 + vectors) + head // 2) / 1000
     assert sharded.step == pytest.approx(expected | {"exchange": 1 + 12 + sent / 10})
@@ -71,7 +71,7 @@ def test_rows_that_ranks_do_not_divide_count_on_the_fullest() -> None:
     sharded = served(request_of(3))[1]
     layer = 8 * 3 + 2 * 8 * 2 + 8 * 3 + 2 * 8 * 6 + 16 * 3 + 16
     assert sharded.memory["weights"] == 4 * (2 * layer + 2 * 8 * 4 + 8)
-    assert sharded.sent == 2 * (2 * (2 * 5 + 3 + 2 + 2 + 3 + 6 + 6 + 3) + 8 + 4) * 4
+    assert sharded.sent == 2 * ((2 * (2 * 5 + 3 + 2 + 2 + 3 + 6 + 6 + 3) + 8) * 4 + 8)
 
 
 def test_products_count_where_they_take_longer_than_reading() -> None:
