@@ -68,6 +68,7 @@ def padded(rows, count, padding):
         ("gemma2", 2, 1, 70, 0),  # capped
         ("phi", 2, 1, 70, 0),  # its head has a bias
         long("cohere2", 3, 2, 100, 5),  # scaled
+        long("lora of q and v", 2, 1, 70, 0),
         long("deepseek_v3", 2, 1, 70, 0),
         long("gpt_oss", 3, 1, 70, 0),
         long("lfm2", 2, 1, 70, 0),
@@ -122,7 +123,7 @@ READERS = {
     "repetition_penalty": {"repetition_penalty": 9.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "suppress_tokens": {"suppress_tokens": [*range(VOCABULARY // 2)]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(VOCABULARY // 2)]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(VOCABULARY // 2, VOCABULARY)]},
     "bad_words_ids": {"bad_words_ids": [[n] for n in range(VOCABULARY // 2)]},
     "sequence_bias": {"sequence_bias": {(3,): 1e3}},
     "forced_eos_token_id": {"forced_eos_token_id": 5},

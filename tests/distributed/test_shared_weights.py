@@ -1,9 +1,11 @@
 """Weights that ranks share by rows: the tokens of one process, and no weight moves in a step."""
 
 import copy
+import functools
 import os
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +20,10 @@ from burst_attention.comm.transport import Transport
 from burst_attention.inference import ShardedCache, columns, in_place, shard_weights, weights
 from burst_attention.inference.weights import step_bytes
 from burst_attention.integrations import hf
+from burst_attention.testing import WorkerError, local_world
 from tests.support.generating import (
     GREEDY,
+    POSITIONS,
     check_equal,
     check_that_rank_1_is_named,
     error_of_killing_rank_1,
@@ -28,9 +32,44 @@ from tests.support.generating import (
     labels_sent,
     model_of,
 )
-from tests.support.hf_models import WHOLE_HEADS
+from tests.support.hf_models import WHOLE_HEADS, make_model
 
 NEW = 8
+
+
+@hf.token_wise
+class In8Bits(nn.Module):
+    """A linear layer of 8-bit weights, as packages for quantization have."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 127, requires_grad=False)
+        codes = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.scale)
+
+
+def in_8_bits(model):
+    for layer in model.model.layers:
+        layer.mlp.up_proj, layer.self_attn.o_proj = In8Bits(layer.mlp.up_proj), In8Bits(layer.self_attn.o_proj)
+    return model
+
+
+def with_lora(targets, model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).eval()
+
+
+# By name: another model, and what becomes of it.
+CHANGED = {
+    "lora of q and v": ("llama", functools.partial(with_lora, ["q_proj", "v_proj"])),
+    "lora of all": ("llama", functools.partial(with_lora, "all-linear")),
+    "lora of experts' layers": ("deepseek_v3", functools.partial(with_lora, ["q_a_proj", "o_proj", "down_proj"])),
+    "8 bits": ("llama", in_8_bits),
+}
 GATHERED = (
     "deepseek_v3",
     "qwen3_5",
@@ -44,16 +83,23 @@ GATHERED = (
     "deepseek_v32",
     "glm_moe_dsa",
     "minimax_m3_vl",
+    *CHANGED,
 )
 
 
 def made(name, implementation="burst"):
     """Return a new model; transformers makes biases of zeros, which would hide a wrong one."""
-    model = copy.deepcopy(model_of(name, implementation))
+    own, change = CHANGED.get(name, (name, lambda model: model))
+    if name == "nine heads":
+        sizes = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+        sizes |= {"max_position_embeddings": POSITIONS}
+        model = make_model("llama", implementation, torch.float32, **sizes).eval()
+    else:
+        model = copy.deepcopy(model_of(own, implementation))
     for part in model.modules():
         if isinstance(part, nn.Linear) and part.bias is not None:
             nn.init.normal_(part.bias, generator=torch.Generator().manual_seed(1))
-    return model
+    return change(model)
 
 
 def one_process(name, ids, **options):
@@ -86,7 +132,7 @@ def generated(name, count, rows, apart):
     share = sum(held[key] for key in whole) / sum(whole.values())
     gathered = [key for key in whole if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
     out = generate(model, cache, ids_of(count, rows), max_new_tokens=NEW)
-    return sendable(out), share, gathered, isinstance(model, FSDPModule)
+    return sendable(out), share, gathered, any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 @pytest.mark.parametrize("apart", [False, long(True)])
@@ -100,6 +146,13 @@ def generated(name, count, rows, apart):
         ("deepseek_v3", 70, 1, 2),
         ("qwen3_5", 70, 1, 2),
         ("glm_moe_dsa", 70, 1, 2),
+        ("lora of q and v", 70, 1, 2),
+        ("nine heads", 70, 1, 2),  # a rank has half of a head's rows
+        long("nine heads", 70, 2, 4),
+        long("lora of all", 100, 2, 3),
+        long("lora of experts' layers", 70, 1, 2),
+        long("8 bits", 100, 1, 3),
+        long("phi", 100, 1, 3),  # all linear layers have biases, the head too
         long("llama", 100, 1, 1),
         long("llama", 100, 1, 4),
         long("qwen3", 100, 1, 3),
@@ -125,6 +178,44 @@ def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world, ap
         if world > 1:
             assert bool(gathered) == by_fsdp
             assert not gathered or name in GATHERED, "each token gathers these weights"
+
+
+def in_half(shares):
+    """Return what a rank generates in bf16: tokens and logits, and the tokens of a search without logits."""
+    model = hf.parallelize(made("qwen2").bfloat16(), strategy=WHOLE_HEADS, timeout=30)
+    if shares:
+        shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    read = generate(model, ShardedCache(model.config, timeout=30), ids_of(70, 3), max_new_tokens=NEW)
+    plain = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    return sendable(read), model.generate(
+        ids_of(70, 3), past_key_values=ShardedCache(model.config, timeout=30), **plain
+    )
+
+
+@pytest.mark.parametrize("world", [2, long(3)])
+def test_half_precision_rounds_as_with_whole_weights(pools, world):
+    """Another shape of a product may add up in another order, which can decide between nearly equal logits."""
+    ((shared, plain), *others), ((whole, _), *_) = (pools(world).run(in_half, shares) for shares in (True, False))
+    logits, wanted = torch.stack(shared.logits), torch.stack(whole.logits)
+    for out, tokens in others:
+        assert torch.equal(torch.stack(out.logits), logits), "ranks have other bits"
+        assert torch.equal(tokens, plain)
+    assert torch.equal(plain, shared.sequences) and torch.equal(plain[:, -NEW:], logits.argmax(-1).T)
+    for row in range(3):
+        same = (plain[row, -NEW:] == whole.sequences[row, -NEW:]).cumprod(0).sum()
+        bound = 2 * torch.finfo(torch.bfloat16).eps * wanted[:, row].abs().max()
+        assert (logits[: same + 1, row] - wanted[: same + 1, row]).abs().max() <= bound
+        assert same, "the first token differs"
+
+
+def test_the_quantizer_of_torch_is_refused_by_name():
+    """Its layers round their input by the greatest of all tokens."""
+    quantize = pytest.importorskip("torch.ao.quantization").quantize_dynamic
+    model = quantize(made("llama", "sdpa"), {nn.Linear}, dtype=torch.qint8)
+    with local_world(2, timeout=20) as ranks, pytest.raises(WorkerError) as caught:
+        ranks.run(lambda group: hf.parallelize(copy.deepcopy(model), group))
+    for error in caught.value.errors.values():
+        assert "layers.0.self_attn.q_proj (Linear) is not known to treat each token independently" in str(error)
 
 
 SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}

@@ -5,8 +5,10 @@ import functools
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -135,14 +137,11 @@ UNUSUAL = {
 }
 
 
-class Words:
-    """Stands for a tokenizer, which stop strings need."""
-
-    def get_vocab(self):
-        return {"x": 1, "y": 2}
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(tokens)
+def tokenizer():
+    """Return a tokenizer whose tokens are bytes; stop strings need one."""
+    tokens = Tokenizer(models.BPE(vocab={each: n for n, each in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    tokens.pre_tokenizer, tokens.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens)
 
 
 def test_harmless_settings_make_nothing_that_gets_logits(parallel):
@@ -154,7 +153,7 @@ def test_harmless_settings_make_nothing_that_gets_logits(parallel):
         settings = settings_of(parallel, {name: value})[0]
         parallel._prepare_special_tokens(settings, False, device=torch.device("cpu"))
         assert not parallel._get_logits_processor(settings, input_ids_seq_length=3, device="cpu"), name
-        stops = parallel._get_stopping_criteria(settings, StoppingCriteriaList(), tokenizer=Words())
+        stops = parallel._get_stopping_criteria(settings, StoppingCriteriaList(), tokenizer=tokenizer())
         assert {type(each) for each in stops} <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria}, name
 
 

@@ -86,7 +86,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 or all(x in ours or x.dim() < 2 for x in model.parameters()):
         model.to(mesh.device_type)  # what is left is small
         return
-    for module in (*layers, model):
+    for module in (*layers, base):  # PEFT's model calls its base by another method than forward
         fully_shard(module, mesh=mesh, ignored_params=ours)
 
 
