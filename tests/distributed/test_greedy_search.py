@@ -242,7 +242,7 @@ def argmax_of_heads(dtype):
         head._parameters["weight"] = columns.cut_weight(nn.Parameter(weight, requires_grad=False), mesh)
         for way, form in FORMS.items():
             whole = form.apply_(shared.product(head, x)).float().argmax(-1)
-            found[name, way] = shared.argmax(head, x, form), whole
+            found[name, way] = shared.argmax(head, x, form.apply_), whole
     return found
 
 
@@ -265,7 +265,7 @@ def tie_in_fp32():
     weight[50], weight[5] = 1 + 1e-12, 1
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     head._parameters["weight"] = columns.cut_weight(nn.Parameter(weight, requires_grad=False), mesh)
-    return shared.argmax(head, torch.ones(1, 1, 1, dtype=torch.float64), LogitForm()).item()
+    return shared.argmax(head, torch.ones(1, 1, 1, dtype=torch.float64), LogitForm().apply_).item()
 
 
 def test_logits_are_compared_in_fp32(pools):

@@ -208,6 +208,7 @@ def test_half_precision_rounds_as_with_whole_weights(pools, world):
         assert same, "the first token differs"
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
 def test_the_quantizer_of_torch_is_refused_by_name():
     """Its layers round their input by the greatest of all tokens."""
     quantize = pytest.importorskip("torch.ao.quantization").quantize_dynamic

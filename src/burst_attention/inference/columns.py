@@ -29,7 +29,6 @@ from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.integrations.hf.classes import become
 from burst_attention.integrations.hf.layers.dealt import Step
 from burst_attention.integrations.hf.running import RUNNING
-from burst_attention.loss import LogitForm
 
 ARGMAX_BYTES = 8  # of a rank's greatest logit and its token
 TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
@@ -223,16 +222,16 @@ class Shared:
         bias, rows = module._parameters["bias"], module.burst_part.rows[self.transport.rank]
         return None if bias is None else bias[rows.start : rows.stop]
 
-    def argmax(self, module: Any, x: Tensor, form: LogitForm) -> Tensor:
+    def argmax(self, module: Any, x: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the token with the greatest logit, int64 [...], by a head whose input x [..., E] every rank has.
 
-        As torch.argmax of all logits in fp32: the lowest of equal ones, and NaN before any number. Each rank sends the
-        bits of its greatest logit and that token, int32 [..., 2].
+        ``logits_of`` makes logits of products. As torch.argmax of all logits in fp32: the lowest of equal ones, and NaN
+        before any number. Each rank sends the bits of its greatest logit and that token, int32 [..., 2].
         """
         part, rank = module.burst_part, self.transport.rank
 
         def compute() -> Tensor:
-            logits = form.apply_(F.linear(x, local(module), self._bias(module))).float()
+            logits = logits_of(F.linear(x, local(module), self._bias(module))).float()
             place = logits.argmax(-1, keepdim=True)
             return torch.cat([logits.gather(-1, place).view(torch.int32), place.int() + part.rows[rank].start], -1)
 

@@ -267,7 +267,7 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     if shared is not None and shared.has(linear):
         kept = heads.for_head(hidden[:, -call.keep :], linear.weight)
         if call.argmax:
-            return only(shared.argmax(linear, kept, model._burst.form), linear.weight.shape[0], kept.dtype)
+            return only(shared.argmax(linear, kept, model._burst.form.apply_), linear.weight.shape[0], kept.dtype)
         return model._burst.form.apply_(shared.product(linear, kept))
     head = heads.Head.of(linear.weight, linear.bias, model._burst.form)
     return head.logits(heads.for_head(hidden[:, -call.keep :], head.weight))
