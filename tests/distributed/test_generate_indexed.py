@@ -10,8 +10,10 @@ from burst_attention.comm.link import connect
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, cache
 from burst_attention.inference.slots import Held, seen_keys
+from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.distributed.test_generate import at_all_worlds, continued, padded, tokens_at_once
+from tests.distributed.test_mesh import mesh_of
 from tests.support.generating import (
     GREEDY,
     alone,
@@ -41,6 +43,20 @@ def families_but(*left_out):
 def test_tokens_and_logits_equal_one_process(family, count, rows, worlds):
     """After 7 tokens the first steps have fewer keys than are chosen, all of them on one rank."""
     at_all_worlds(family, certain_ids(family, count, rows, max_new_tokens=NEW), worlds, max_new_tokens=NEW)
+
+
+def over_a_mesh(family):
+    """Compare a cut model on a rank with one process: with a sharded cache, and alone."""
+    mesh, ids, settings = mesh_of(1, 2, 2), certain_ids(family, 100, 2, max_new_tokens=NEW), {"max_new_tokens": NEW}
+    expected, model = alone(family, ids, **settings), copy.deepcopy(model_of(family, "eager"))
+    hf.parallelize(hf.tensor_parallel(model, mesh["tp"]), mesh["cp"], timeout=60)
+    check_equal([generate(model, ShardedCache(model.config, mesh["cp"]), ids, **settings)], expected)
+    return torch.equal(model.generate(ids, **GREEDY | settings).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("family", families_but())
+def test_models_that_are_cut_by_tensor_parallelism(pools, family):
+    assert all(pools(4).run(over_a_mesh, family))
 
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))

@@ -7,17 +7,21 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from torch.distributed.fsdp import fully_shard
 from transformers import CONFIG_MAPPING
 
 from burst_attention import Mask, Strategy
 from burst_attention.attention.call import keep_attention
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.layers import indexed
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
+from tests.distributed.test_mesh import mesh_of, whole_gradients
 from tests.support import vision_models
 from tests.support.conditioning import certain, margin_of_choices
 from tests.support.hybrid_models import apart, certain_tokens, check_steps, one_process, tokens
 from tests.support.indexed_models import (
+    CACHED,
     COUNT,
     FAMILIES,
     HEADS,
@@ -261,26 +265,119 @@ def test_recomputation_makes_the_same_choice_or_keeps_it(family, keep, monkeypat
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("recompute", ["layer", "keep-attention"])
-@pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS, pytest.param(SHARING, marks=sharing)])
-def test_memory_options(family, recompute):
-    model = make_indexed(family)
-    ids = certain_tokens(model, (0, 64))
-    expected = one_process(model, ids, (0, 64))
+def step_of(model, ids):
+    """(logits, loss, gradients) of a parallelized model, the loss in the logits' dtype."""
+    out = model(input_ids=ids, logits="gather")
+    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.logits.detach(), loss.item(), gradients
+
+
+def is_one_process(found, expected):
+    hidden, loss, (gradient, name) = apart(found, expected)
+    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+def check_memory(model, world, memory, *, seqlen=64):
+    ids = certain_tokens(model, (0, seqlen))
+    expected = one_process(model, ids, (0, seqlen))
     model.zero_grad()
 
     def rank(group):
-        ours = copy.deepcopy(model).train()
-        hf.parallelize(ours, group, gradients="sum", memory=hf.Memory(recompute=recompute, mlp_chunks=2))
-        out = ours(input_ids=ids, logits="gather")
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-        return out.logits.detach(), loss.item(), gradients
+        return step_of(hf.parallelize(copy.deepcopy(model).train(), group, gradients="sum", memory=memory), ids)
 
-    with local_world(2) as ranks:
-        hidden, loss, (gradient, name) = apart(ranks.run(rank), expected)
-    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+    with local_world(world) as ranks:
+        is_one_process(ranks.run(rank), expected)
+
+
+@pytest.mark.parametrize("recompute", ["layer", "keep-attention"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", BLOCKS, pytest.param(SHARING, marks=sharing)])
+def test_memory_options(family, recompute):
+    check_memory(make_indexed(family), 2, hf.Memory(recompute=recompute, mlp_chunks=2))
+
+
+def with_heads(family, heads, key_heads=None):
+    """A model with so many heads in all layers; those of keys are of blocks alone."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads or heads}
+    if family.removesuffix(HEADS) == "dots3_note":
+        sizes |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": heads}
+    return make_indexed(family, **sizes | ({"index_n_heads": key_heads} if key_heads else {}))
+
+
+def of_mesh(family, sizes, memory, by_context, other_choices, shards):
+    """Take a step over a mesh, which must be one process's; return what indexers chose, and one process's.
+
+    ``other_choices``: all but the first rank of a tensor-parallel axis choose the worst keys. ``shards``: by
+    FSDP2 over the context.
+    """
+    mesh, model = mesh_of(1, *sizes), with_heads(family, 4, 2 if family == BLOCKS else None)
+    ids = certain_tokens(model, (0, 96))
+    noted = noting_choices(alone := copy.deepcopy(model))
+    expected, theirs = one_process(alone, ids, (0, 96)), [x.sort(-1).values for x in noted]
+    experts = mesh["cp", "tp"]._flatten("ep") if by_context else None
+    hf.tensor_parallel(model.train(), mesh["tp"], experts=experts)
+    hf.parallelize(model, mesh["cp"], memory=memory, timeout=60)
+    for part in (*model.model.layers, model) if shards else ():
+        fully_shard(part, mesh=mesh["dp", "cp"]._flatten("fsdp"))
+    with pytest.MonkeyPatch.context() as patch:
+        ours, choose = Choices(patch), indexed.choose_keys
+        if other_choices and mesh["tp"].get_local_rank():
+            patch.setattr(
+                indexed, "choose_keys", lambda q, k, weights, *more, **how: choose(q, k, -weights, *more, **how)
+            )
+        *results, _ = step_of(model, ids)
+    is_one_process([(*results, whole_gradients(model, mesh, shards=shards))], expected)
+    size = model.config.index_block_size if family == BLOCKS else None
+    return ours.found, theirs, size
+
+
+LAYER, KEEP = hf.Memory(recompute="layer"), hf.Memory(recompute="keep-attention", mlp_chunks=2)
+MESHES = [
+    ("deepseek_v32", (2, 2), None, False),
+    ("deepseek_v32" + HEADS, (2, 2), LAYER, False),
+    ("glm_moe_dsa", (1, 2), LAYER, False),
+    ("glm_moe_dsa", (2, 2), KEEP, False),
+    ("hy_v4", (2, 2), None, False),
+    (BLOCKS, (2, 2), LAYER, True),
+    *(
+        pytest.param(family, sizes, memory, by_context, marks=pytest.mark.long)
+        for family in (*CACHED, *(x + HEADS for x in LATENTS if x != SHARING))
+        for sizes, memory, by_context in (
+            ((2, 2), None, True),
+            ((1, 2), LAYER, False),
+            ((2, 2), KEEP, False),
+        )
+    ),
+]
+
+
+def check_mesh(pools, family, sizes, memory, by_context, *, other_choices=False, shards=False):
+    asked = (family, sizes, memory, by_context, other_choices, shards)
+    found = pools(sizes[0] * sizes[1]).run(of_mesh, *asked)
+    assert [bool(ours) for ours, _, _ in found] == [rank < sizes[1] for rank in range(len(found))]  # noted once
+    for ours, theirs, size in found[: sizes[1]]:
+        for one, other in zip(ours, theirs, strict=False):  # a recomputed layer makes its choice again
+            if size is not None:
+                keys = one.unflatten(3, (-1, size))[..., 0]
+                assert torch.equal(keys.where(keys < 0, keys // size), other)
+            else:
+                few = torch.arange(96) < COUNT - 1
+                assert torch.equal(one[:, ~few], other[:, ~few])
+        assert len(ours) >= len(theirs) >= 2
+
+
+@pytest.mark.parametrize(("family", "sizes", "memory", "by_context"), MESHES)
+def test_a_step_over_a_tensor_parallel_axis(pools, family, sizes, memory, by_context):
+    check_mesh(pools, family, sizes, memory, by_context)
+
+
+def test_weights_sharded_over_the_context_too(pools):
+    check_mesh(pools, "deepseek_v32", (2, 2), LAYER, False, shards=True)
+
+
+def test_ranks_of_a_tensor_parallel_axis_take_the_choice_of_the_first(pools):
+    check_mesh(pools, "glm_moe_dsa", (2, 2), LAYER, False, other_choices=True)
 
 
 def refused(function):

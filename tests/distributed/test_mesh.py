@@ -100,9 +100,9 @@ def whole_gradients(model, mesh, *, shards):
     """Return the gradients of whole weights, a mean over data and context."""
     found = {}
     for name, x in model.named_parameters():
-        if not x.requires_grad:
-            continue
         grad = x.grad
+        if grad is None:
+            continue
         if not shards:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             whole = isinstance(grad, DTensor) and grad.device_mesh.mesh_dim_names == ("ep",)

@@ -73,6 +73,23 @@ def one_process(config, model):
     [pytest.param(each, marks=pytest.mark.long if each in EACH_KIND else pytest.mark.slow) for each in FAMILIES],
 )
 def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type):
+    trained_as_one_device(pools(2), corpus, tmp_path, model_type)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model_type", "world", "flags"),
+    [
+        ("deepseek_v32", 4, {"tensor_parallel": 2}),
+        ("minimax_m3_vl_text", 2, {"tensor_parallel": 2, "remat": "layer"}),
+    ],
+)
+def test_heads_that_share_a_choice_are_cut(pools, corpus, tmp_path, model_type, world, flags):
+    trained_as_one_device(pools(world), corpus, tmp_path, model_type, **flags)
+
+
+def trained_as_one_device(pool, corpus, tmp_path, model_type, **flags):
+    """Compare the losses of a run, what it sends and its trained model with one process."""
     source = folder_of(model_type, tmp_path / "source")
     sizes = {
         "lr": 1e-3,
@@ -80,9 +97,9 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
         "seq_len": 61,
         "pack": "none" if model_type == "minimax_m3_vl_text" else "documents",
     }
-    config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", **sizes)
-    check_run(config, 2)
-    pools(2).run(train, config)
+    config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", **sizes, **flags)
+    check_run(config, pool.world)
+    pool.run(train, config)
     expected = one_process(config, AutoModelForCausalLM.from_pretrained(source).float())
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
     for record in records(tmp_path / "run"):  # states that recurrent layers send are not among the attention's bytes

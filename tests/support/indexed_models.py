@@ -8,6 +8,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from burst_attention.attention.plan import Plan
 from burst_attention.integrations.hf.layers import indexed
 from burst_attention.kernels import chosen as kernel
 from tests.support.hybrid_models import VOCABULARY
@@ -117,16 +118,15 @@ class Sent:
 
 
 class Choices:
-    """Notes the choices of all ranks, in the order of calls, in place of the functions of ``indexed``."""
+    """Notes what indexers get as their choice over all ranks, in the order of calls on shards."""
 
     def __init__(self, monkeypatch):
-        self.found = []
-        for name in ("choose_keys", "choose_blocks"):
-            monkeypatch.setattr(indexed, name, functools.partial(self._noted, getattr(indexed, name)))
+        self.found, choose = [], indexed._IndexerCall.choose
+        monkeypatch.setattr(indexed._IndexerCall, "choose", lambda *given, **how: self._noted(choose, *given, **how))
 
-    def _noted(self, choose, *given, **options):
-        chosen, plan = choose(*given, **options), given[-1]
-        whole = plan.unshard(chosen, chosen.dim() - 2)
-        if plan.rank == 0:
+    def _noted(self, choose, call, *given, **how):
+        chosen, plan = choose(call, *given, **how), call.plan
+        whole = plan.unshard(chosen, chosen.dim() - 2) if isinstance(plan, Plan) else None
+        if whole is not None and plan.rank == 0:
             self.found.append(whole)
         return chosen

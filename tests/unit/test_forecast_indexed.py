@@ -151,6 +151,8 @@ def test_strategies_that_split_heads_are_refused_and_others_predicted():
     for name in ("auto", "burst", "zigzag-ring"):
         assert not found[name].refused and found[name].attention > 0 and "key-value" in found[name].way
     assert found["auto"].sent["attention"] == found["burst"].sent["attention"]
+    with pytest.raises(ValueError, match="not for glm_moe_dsa"):
+        request().cut(2)
     with pytest.raises(ValueError, match="can't split heads that share a choice"):
         forecasts(request(saving=Saving(attention_chunks=2)))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from .link import transport_of
 
@@ -50,6 +50,17 @@ def gather(own: Tensor, group: dist.ProcessGroup, label: str) -> Tensor:
         else:
             group.allgather([parts], [own], _within(AllgatherOptions(), transport.deadline)).wait()
     return every
+
+
+def first(x: Tensor, group: dist.ProcessGroup, label: str) -> Tensor:
+    """Return the first rank's tensor of one shape, in place of this rank's. ``label`` as for :func:`sum_`."""
+    x, transport = x.contiguous(), transport_of(group)
+    with transport.naming(label):
+        if transport.deadline is None or not x.is_cpu:
+            dist.broadcast(x, group=group, group_src=0)
+        else:
+            group.broadcast([x], _within(BroadcastOptions(), transport.deadline)).wait()
+    return x
 
 
 def _within(options: Any, seconds: float) -> Any:

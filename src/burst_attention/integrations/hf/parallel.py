@@ -143,15 +143,15 @@ def parallelize(
 def _hints(base: Any, memory: Any, hardware: Hardware | None, strategy: Any) -> dict[str, Any]:
     """Return what ``make_plan`` gets to predict the time of the model's calls."""
     cut, chunks = axis.cut_of(base), getattr(memory, "attention_chunks", 1)
+    hints: dict[str, Any] = {"call": call_shape(base, chunks, 1 if cut is None else cut.heads)}
+    if strategy is None and isinstance(base, nn.Module) and read(base).of(Kind.INDEXED):
+        hints["strategy"] = for_chosen_keys(Strategy())
     if cut is None:
-        hints: dict[str, Any] = {"call": call_shape(base, chunks)}
-        if strategy is None and isinstance(base, nn.Module) and read(base).of(Kind.INDEXED):
-            hints["strategy"] = for_chosen_keys(Strategy())
         return hints
     # Groups that measured their links apart might choose layouts apart, and ranks of one axis would hold other tokens.
     if isinstance(hardware, Hardware | None) and (hardware is None or hardware.rates is None):
         hardware = Hardware(rates="preset", nodes=None if hardware is None else hardware.nodes)
-    return {"call": call_shape(base, chunks, cut.heads), "hardware": hardware}
+    return hints | {"hardware": hardware}
 
 
 def _check_plan(plan: Plan, given: dict[str, Any]) -> None:

@@ -90,10 +90,11 @@ class Attention:
             options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
         weight = None
         if isinstance(module, IndexedAttention) and module.keeps_latent():
-            weight = module.up_projection() if attend is _to_chosen else None
-            if weight is None:
+            found = module.to_attend(key) if attend is _to_chosen else None
+            if found is None:
                 key, value = module.expanded(key, value)
             else:
+                key, weight = found
                 attend = functools.partial(attend_to_latents, weight, attend=to_chosen_rows)
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None

@@ -30,6 +30,7 @@ from ..reading import known
 from ..reading.attached import HOOKS
 from ..reading.models import attentions_of
 from ..running import ALONE, running_plans
+from ..tensor import parts as tensor_parts
 from . import checks
 from .checks import MaskRequest
 from .dealt import Step
@@ -81,27 +82,32 @@ class IndexedAttention(Converted):
         keys, values = super().expand_kv(latent, rotary)  # type: ignore[misc]
         return keys, values
 
-    def up_projection(self) -> Tensor | None:
-        """Return the weight [H, D - D' + Dv, R] with which ``expand_kv`` projects the latent, to attend to latents.
+    def to_attend(self, latent: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the latent, and the weight [H, D - D' + Dv, R] with which ``expand_kv`` projects it, to attend to it.
 
-        None: something else changes the projection, or a latent is no smaller than the keys and values of all heads.
+        The heads are those of this rank. None: something else changes the projection, or a latent is no smaller than
+        the keys and values of these heads.
         """
         module: Any = self
-        weight = module.kv_b_proj.weight
-        if not _sends_latents(module) or type(weight) is not nn.Parameter:
+        whole = module.kv_b_proj.weight
+        weight = tensor_parts.part(whole)
+        if not _sends_latents(module) or type(weight) not in (nn.Parameter, Tensor):
             return None
-        return weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+        width = module.qk_nope_head_dim + module.v_head_dim
+        return tensor_parts.summed_gradient(latent, whole), weight.unflatten(0, (-1, width))
 
 
 def _sends_latents(module: Any) -> bool:
-    """Return whether an attention's latent is smaller than its heads, and a plain ``kv_b_proj`` expands it."""
+    """Return whether an attention's latent is smaller than this rank's heads, and a plain ``kv_b_proj`` expands it."""
     own = getattr(module, "kv_b_proj", None)
     if type(own) is not nn.Linear or own.bias is not None:
         return False
-    if "forward" in own.__dict__ or any(getattr(own, hooks) for hooks in HOOKS):
+    replaced = "forward" in own.__dict__ and not tensor_parts.forward_is_ours(own)
+    if replaced or any(getattr(own, hooks) for hooks in HOOKS):
         return False
     width, rotary = module.qk_nope_head_dim + module.v_head_dim, module.qk_rope_head_dim
-    smaller: bool = own.in_features + rotary < own.out_features // width * (width + rotary)
+    heads = own.out_features // width // tensor_parts.parts_of(own.weight)
+    smaller: bool = own.in_features + rotary < heads * (width + rotary)
     return smaller
 
 
@@ -135,7 +141,7 @@ def _sizes_of_calls(module: Any) -> dict[str, Any]:
     if not hasattr(module, "kv_b_proj"):
         q_heads, kv_heads = (x.out_features // module.head_dim for x in (module.q_proj, module.k_proj))
         return dict(zip(names, (q_heads, kv_heads, module.head_dim, module.head_dim, False), strict=True))
-    heads, latent = module.num_heads, module.kv_lora_rank
+    heads, latent = module.num_heads // tensor_parts.parts_of(module.kv_b_proj.weight), module.kv_lora_rank
     if _sends_latents(module):
         return dict(zip(names, (heads, 1, latent + module.qk_rope_head_dim, latent, True), strict=True))
     return dict(zip(names, (heads, heads, module.qk_head_dim, module.v_head_dim, False), strict=True))
@@ -238,10 +244,13 @@ class _IndexerCall(TorchFunctionMode):
         """Choose over all ranks, by :func:`choose_keys` with weights, else by :func:`choose_blocks`."""
         self._done = True
         if isinstance(self.plan, Step):
-            return self.plan.choose(q, keys, weights, **how)
-        if weights is None:
-            return choose_blocks(q, keys, self.plan, **how)
-        return choose_keys(q, keys, weights, self.plan, **how)
+            found = self.plan.choose(q, keys, weights, **how)
+        elif weights is None:
+            found = choose_blocks(q, keys, self.plan, **how)
+        else:
+            found = choose_keys(q, keys, weights, self.plan, **how)
+        axis = getattr(self.module, "burst_axis", None)
+        return found if axis is None else tensor_parts.of_first(found, axis)
 
     def refuse(self, what: str) -> ValueError:
         """Return the error for scores that :func:`choose_keys` does not compute."""

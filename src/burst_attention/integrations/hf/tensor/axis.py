@@ -21,7 +21,7 @@ from burst_attention.comm.collectives import naming, sum_
 from burst_attention.comm.link import connect, real
 from burst_attention.loss.head import AXIS, SAME_ON_AXIS
 
-from ..reading import Kind, Reading, read
+from ..reading import Reading, read
 from ..reading.attached import hooks_of, origin_of
 from ..versions import TESTED
 from .parts import OF_EXPERTS, Cut, along_axis, forward_is_ours
@@ -30,12 +30,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # Model types whose loss and gradients were compared with one process; docs/models.md lists them too.
 _TYPES = """
-    afmoe arcee aria_text axk1 beam cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v3 dots1 ernie4_5
-    ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_oss
-    granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 kolibri1 laguna llama llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_5_text
-    qwen3_moe seed_oss smollm3 solar_open vaultgemma youtu
+    afmoe arcee aria_text axk1 axk2 beam cohere cohere2 cohere2_moe cohere_compass_text cwm deepseek_v3 deepseek_v32
+    dots1 dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
+    glm glm4 glm4_moe glm_moe_dsa gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama llama4_text mellum
+    mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3
+    olmo_hybrid olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe seed_oss smollm3 solar_open vaultgemma youtu
 """
 COMPARED = frozenset(_TYPES.split())
 # For architectures for which transformers has no plan.
@@ -50,6 +50,8 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
     }
 }
 _CUT_HEADS = ("q_proj", "k_proj", "v_proj")
+# What an attention with latents computes before its heads: whole, with the whole gradient on every rank.
+_BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | None = None) -> Model:
@@ -128,8 +130,6 @@ def check_contexts(cut: Cut, ranks: list[int], chunks: int) -> None:
 def plan_of(model: Any, ranks: int, shared: int | None = None) -> tuple[dict[str, str], int]:
     """Return each part's style by name, and over how many ranks heads are cut; ``shared``: how many share experts."""
     _check(model, ranks)
-    if indexers := read(model).of(Kind.INDEXER):
-        raise ValueError(f"{indexers[0]} chooses keys, which no tensor-parallel axis has yet; use hf.parallelize alone")
     plan = _styles_of(model, ranks, ranks if shared is None else shared)
     return plan, _ranks_of_heads(model, plan, ranks)
 
@@ -276,15 +276,16 @@ def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
             )
     if ranks == 1:
         return expanded
-    owners = styles.owners_of_columns(expanded)
+    owners, latents = styles.owners_of_columns(expanded), styles.owners_of_latents(expanded)
     for name in (name for name, module in modules.items() if type(module) is nn.Linear):
         owner, given = name.rpartition(".")[0], expanded.get(name)
-        right = given in ("colwise", "rowwise") if owner in owners else given != "colwise"
+        right = given in ("colwise", "rowwise") if owner in owners else given != "colwise" or owner in latents
         if not right:  # the gradient of the owner's input would be wrong
             raise ValueError(f"{name} has the style {given!r} in {owner} of {type(model).__name__}: not supported")
-    for owner in owners:
+    for owner in (*owners, *latents):
         expanded = _norms_of_heads(modules[owner], owner) | expanded
         planned = [name for name, style in expanded.items() if style != "local_params"]
+        planned += [f"{owner}.{name}" for name in _BEFORE_HEADS] if owner in latents else []
         for name, _ in modules[owner].named_parameters(prefix=owner):
             if not any(name == each or name.startswith(f"{each}.") for each in planned):
                 raise ValueError(  # each rank would have another gradient of it
@@ -310,17 +311,25 @@ def _shape_of(module: Any) -> tuple[int, ...]:
 
 def _ranks_of_heads(model: Any, plan: Mapping[str, str], ranks: int) -> int:
     """Return over how many ranks the heads of an attention are cut."""
-    if not any(name.endswith(_CUT_HEADS) and style == "colwise" for name, style in plan.items()):
-        return 1  # q, k and v are gathered: every rank computes all heads
-    text = model.config.get_text_config(decoder=True)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(text, name)
+    counts = [("num_attention_heads", each) for each in _heads_of_latents(model, plan)]
+    if not counts:
+        if not any(name.endswith(_CUT_HEADS) and style == "colwise" for name, style in plan.items()):
+            return 1  # q, k and v are gathered: every rank computes all heads
+        text = model.config.get_text_config(decoder=True)
+        counts = [(name, getattr(text, name)) for name in ("num_attention_heads", "num_key_value_heads")]
+    for name, count in counts:
         if count % ranks:
             raise ValueError(
                 f"{name}={count} of the model is not a multiple of the {ranks} ranks of the axis; use "
                 f"{'fewer' if count < ranks else 'other'} ranks"
             )
     return ranks
+
+
+def _heads_of_latents(model: Any, plan: Mapping[str, str]) -> list[int]:
+    """Return the heads of each attention with latents whose heads the plan cuts; layers may differ in them."""
+    modules = read(model).modules
+    return [modules[owner].num_heads for owner in _styles().owners_of_latents(plan)]
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.collectives import sum_
+from burst_attention.comm.collectives import first, sum_
 from burst_attention.comm.link import transport_of
 from burst_attention.loss.head import AXIS, SummedGradient
 
@@ -53,6 +53,29 @@ class Cut:
 def part(weight: Any) -> Any:
     """Return this rank's part of a weight that only tensor parallelism cuts; another weight itself."""
     return weight.to_local() if along_axis(weight) and weight.device_mesh.ndim == 1 else weight
+
+
+def parts_of(weight: Any) -> int:
+    """Return over how many ranks tensor parallelism cuts a weight."""
+    mesh = weight.device_mesh if along_axis(weight) else None
+    return 1 if mesh is None else mesh.size(mesh.mesh_dim_names.index(AXIS))
+
+
+def summed_gradient(x: Tensor, weight: Any) -> Tensor:
+    """Return a tensor from which a part of a weight makes this rank's heads; its gradient is summed over the axis."""
+    if parts_of(weight) == 1:
+        return x
+    whole: Tensor = SummedGradient.apply(x, weight.device_mesh.get_group(AXIS), False)
+    return whole
+
+
+def of_first(choice: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the choice of the axis's first rank, int64 positions or numbers below 2 ** 31.
+
+    Hidden states of the ranks may differ by rounding, where their processors do. Then heads of one layer would attend
+    to other keys.
+    """
+    return first(choice.int(), mesh.get_group(), "a choice of keys over a tensor-parallel axis").to(choice.dtype)
 
 
 def used(weight: Tensor, mesh: DeviceMesh) -> Tensor:

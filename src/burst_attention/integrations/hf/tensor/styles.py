@@ -18,7 +18,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from burst_attention.comm.collectives import naming
 from burst_attention.loss.head import SummedGradient
 
-from ..reading import read
+from ..reading import Kind, read
 from ..running import ALONE, RunningPlans, running_plans
 from .parts import OF_EXPERTS, Cut, InStep, Scaled, Summed, own_tokens, part, summed, used, using, whole_tokens
 
@@ -40,6 +40,21 @@ class _Columns(styles.ColwiseParallel):
 
         def forward(x: Tensor) -> Tensor:
             return F.linear(x, part(module.weight), part(module.bias))
+
+        module.forward = forward
+        return module
+
+
+class _ColumnsOfLatents(_Columns):
+    """As :class:`_Columns`, of an attention with latents: what its columns take differs, so each sums for itself."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        """Replace the forward by one on this rank's part, which sums the gradient of its input."""
+        columns, group = super().install_forward(module, mesh).forward, mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            product: Tensor = columns(SummedGradient.apply(x, group, False))
+            return product
 
         module.forward = forward
         return module
@@ -70,6 +85,31 @@ def _sum_inputs(module: Any, mesh: DeviceMesh, *, own_weights: bool) -> None:
             kwargs["hidden_states"] = SummedGradient.apply(kwargs["hidden_states"], group, False)
         with using(module, part) if own_weights else nullcontext():
             return type(module).forward(module, *args, **kwargs)  # the class may have been replaced since (Memory)
+
+    module.forward = forward
+
+
+def _sum_rotary(module: Any, mesh: DeviceMesh, *, dims: int) -> None:
+    """Sum the gradient of the last ``dims`` columns of a latent's projection, the rotary part of all heads' keys.
+
+    The latent's own gradient is summed where heads are made of it: its norm is between.
+    """
+    group = mesh.get_group()
+
+    def forward(x: Tensor) -> Tensor:
+        out = type(module).forward(module, x)
+        rotary = SummedGradient.apply(out[..., -dims:], group, False)
+        return torch.cat([out[..., :-dims], rotary], -1)
+
+    module.forward = forward
+
+
+def _use_parts(module: Any) -> None:
+    """Let a module use this rank's parts of its own weights."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with using(module, part):
+            return type(module).forward(module, *args, **kwargs)
 
     module.forward = forward
 
@@ -122,6 +162,7 @@ def _named(style: styles.TensorParallelLayer) -> styles.TensorParallelLayer:
     return own
 
 
+_OF_LATENTS = "mla_kv_a_proj"  # transformers' style of the projection to a latent and the rotary part of its keys
 _STYLES: Mapping[str, styles.TensorParallelLayer] = {
     "colwise": _Columns(),
     "rowwise": _Rows(),
@@ -131,20 +172,28 @@ _STYLES: Mapping[str, styles.TensorParallelLayer] = {
 
 def known(style: str) -> bool:
     """Return whether there is a style of this name."""
-    return style in _STYLES or style in ALL_PARALLEL_STYLES
+    return style in _STYLES or style == _OF_LATENTS or style in ALL_PARALLEL_STYLES
 
 
 def apply(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
     """Cut the weights and replace the forwards, as transformers does when it loads a model."""
     modules, parameters = read(model).modules, dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    latents = owners_of_latents(plan)
     for name, style_name in plan.items():
-        style = _STYLES.get(style_name) or _named(ALL_PARALLEL_STYLES[style_name])
+        owner, _, parameter = name.rpartition(".")
         mesh = how.experts if style_name == OF_EXPERTS else how.mesh
         if style_name == "ep_dispatch_experts":
             _share_experts(modules[name], how)
-        elif name in parameters:
-            owner, _, parameter = name.rpartition(".")
+            continue
+        if style_name == _OF_LATENTS:
+            if name in modules:
+                _sum_rotary(modules[name], mesh, dims=modules[owner].qk_rope_head_dim)
+            continue
+        style = _STYLES.get(style_name) or _named(ALL_PARALLEL_STYLES[style_name])
+        if style_name == "colwise" and owner in latents:
+            style = _ColumnsOfLatents()
+        if name in parameters:
             style.validate_param(modules[owner], parameter, mesh, parameter_name=name)
             style.shard_param(modules[owner], parameter, mesh)
             _free(modules[owner], parameter)
@@ -152,6 +201,12 @@ def apply(model: Any, how: Cut, plan: Mapping[str, str]) -> None:
             style.install_forward(modules[name], mesh)
     for name in owners_of_columns(plan):
         _sum_inputs(modules[name], how.mesh, own_weights=plan.get(name) == "local_params")
+    for name in latents:
+        if plan.get(name) == "local_params":
+            _use_parts(modules[name])
+    for part_of_layer in read(model).of(Kind.INDEXER) if how.mesh.size() > 1 else ():
+        indexer: Any = part_of_layer.module
+        indexer.burst_axis = how.mesh
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
@@ -160,6 +215,12 @@ def owners_of_columns(plan: Mapping[str, str]) -> list[str]:
     """Return the names of attentions and feed-forward parts whose input goes to columns alone."""
     columns = (name.rpartition(".") for name, style in plan.items() if style == "colwise")
     return [owner for owner, _, name in columns if name in ("q_proj", "up_proj")]
+
+
+def owners_of_latents(plan: Mapping[str, str]) -> list[str]:
+    """Return the names of attentions that make this rank's heads of a latent, which every rank has whole."""
+    columns = (name.rpartition(".") for name, style in plan.items() if style == "colwise")
+    return [owner for owner, _, name in columns if name == "kv_b_proj"]
 
 
 def _free(module: nn.Module, name: str) -> None:
