@@ -191,7 +191,8 @@ class Sharing:
         @cache
         def bytes_of(plan: Plan, call: Indexed | None) -> Traffic:
             if call is not None:
-                return chosen_bytes(plan, call, batch=batch, dtype=dtype)
+                chunks = self.attention_chunks
+                return chosen_bytes(plan, call, batch=batch, dtype=dtype, attention_chunks=chunks)
             return plan.bytes(batch=batch, **sizes, dtype=dtype, **more)
 
         traffic = [bytes_of(*layer) for layer in zip(plans, indexed or [None] * len(plans), strict=True)]

@@ -162,12 +162,15 @@ def test_what_is_not_known_is_refused_by_name():
         hf.parallelize(model, memory=hf.Memory(recompute="layer", attention_chunks=3, mlp_chunks=2))
     assert not model.model.layers[0].gradient_checkpointing, "it is left as it was"
     assert type(model.model.layers[0].mlp) is type(model_of("llama").model.layers[0].mlp)
+    with pytest.raises(
+        ValueError, match=r"no attention_chunks=2 for .*self_attn \(LlamaAttention\); use recompute='layer'"
+    ):
+        hf.parallelize(model, memory=hf.Memory(attention_chunks=2, recompute="keep-attention"))
     for options, why in (
         ({"mlp_chunks": 0}, "mlp_chunks=0 must be at least 1"),
         ({"recompute": "all"}, "recompute='all' is unknown"),
         ({"offload": "host"}, "add recompute='layer'"),
         ({"offload": "ssd", "recompute": "layer"}, r"offload='ssd'\) names no place"),
-        ({"attention_chunks": 2, "recompute": "keep-attention"}, "use recompute='layer'"),
     ):
         with pytest.raises(ValueError, match=why):
             hf.Memory(**options)

@@ -8,12 +8,16 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 from burst_attention import Mask, Strategy
 from burst_attention.attention.call import keep_attention
+from burst_attention.attention.footprint import LiveBytes
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.layers import indexed
+from burst_attention.integrations.hf.layers.attention_chunks import attend_in_chunks
 from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import WorkerError, local_world
 from tests.distributed.test_mesh import mesh_of, whole_gradients
@@ -109,7 +113,8 @@ def test_what_is_attached_to_the_up_projection_is_applied(attached, monkeypatch)
     assert sent.found == {(4, 12, 0)}
 
 
-def test_latents_under_autocast():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_latents_under_autocast(chunks):
     """Its roundings are no worse than those of one process; all keys are chosen, so that no choice differs."""
     model, ids = make_indexed("deepseek_v32", index_topk=64), tokens(60)
     exact = one_process(model, ids, (0, 60))
@@ -125,7 +130,8 @@ def test_latents_under_autocast():
         return max(((gradients[name] - x).norm() / x.norm()).item() for name, x in exact[2].items())
 
     def rank(group):
-        return step(hf.parallelize(copy.deepcopy(model).float(), group, gradients="sum"))
+        memory = hf.Memory(attention_chunks=chunks)
+        return step(hf.parallelize(copy.deepcopy(model).float(), group, gradients="sum", memory=memory))
 
     with local_world(2) as ranks:
         ours = ranks.run(rank)
@@ -133,11 +139,12 @@ def test_latents_under_autocast():
     assert 0 < error(summed) <= 1.5 * error(step(copy.deepcopy(model).float()))
 
 
-def test_latents_of_a_compiled_model(monkeypatch):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_latents_of_a_compiled_model(chunks, monkeypatch):
     model, sent = make_indexed("deepseek_v32"), Sent(monkeypatch)
     ids = certain_tokens(model, (0, 48))
     _, loss, gradients = one_process(model, ids, (0, 48))
-    ours = hf.parallelize(copy.deepcopy(model), gradients="sum")
+    ours = hf.parallelize(copy.deepcopy(model), gradients="sum", memory=hf.Memory(attention_chunks=chunks))
     ours.zero_grad()
     compiled = torch.compile(ours, backend="aot_eager")
     logits = compiled(input_ids=ids).logits
@@ -230,10 +237,11 @@ def test_blocks_are_counted_from_the_start_of_a_row():
     positions, mask = torch.arange(48).remainder(20)[None].expand(2, -1), torch.ones_like(ids)
     mask[0, :5] = 0
 
-    def call(**batch):
-        return lambda group: hf.parallelize(copy.deepcopy(model), group)(input_ids=ids, **batch)
+    def call(memory=None, **batch):
+        return lambda group: hf.parallelize(copy.deepcopy(model), group, memory=memory)(input_ids=ids, **batch)
 
-    assert "counts blocks from the start of a row" in refused(call(position_ids=positions))
+    for memory in (None, hf.Memory(attention_chunks=2)):
+        assert "counts blocks from the start of a row" in refused(call(memory, position_ids=positions))
 
     def prefixed(group):
         ours = hf.parallelize(copy.deepcopy(model), group)
@@ -305,6 +313,99 @@ def with_heads(family, heads, key_heads=None):
     return make_indexed(family, **sizes | ({"index_n_heads": key_heads} if key_heads else {}))
 
 
+CHUNKED = [  # heads, and those of keys of the family with blocks
+    *((family, 6, None, chunks) for family in (*LATENTS, *(x + HEADS for x in LATENTS)) for chunks in (2, 3)),
+    *((BLOCKS, 6, 3, 3), (BLOCKS, 8, 2, 2), (BLOCKS, 8, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "recompute"),
+    [
+        (2, "none"),
+        (3, "layer"),
+        (2, "keep-attention"),
+        pytest.param(1, "layer", marks=pytest.mark.long),
+        pytest.param(1, "keep-attention", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "heads", "key_heads", "chunks"),
+    [pytest.param(*x, marks=() if x[0] in EVERYDAY and x[3] != 2 else pytest.mark.long) for x in CHUNKED],
+)
+def test_chunks_of_heads(family, heads, key_heads, chunks, world, recompute):
+    memory = hf.Memory(attention_chunks=chunks, recompute=recompute)
+    check_memory(with_heads(family, heads, key_heads), world, memory, seqlen=97)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "keep-attention"])
+def test_chunks_share_one_choice_and_repeat_no_exchange(recompute, monkeypatch):
+    model, calls = with_heads("glm_moe_dsa", 6), {"choose": 0, "forward": 0, "backward": 0}
+
+    def counted(name, function, *given, **how):
+        calls[name] += 1
+        return function(*given, **how)
+
+    for name in calls:
+        monkeypatch.setattr(kernel, name, functools.partial(counted, name, getattr(kernel, name)))
+    ids = tokens(64)
+    ours = hf.parallelize(model.train(), memory=hf.Memory(attention_chunks=3, recompute=recompute))
+    step_of(ours, ids)
+    again = 2 if recompute == "layer" else 1
+    assert calls == {"choose": 2 * again, "forward": 9 * again, "backward": 9}
+
+
+def kept_by_a_forward(memory):
+    """Bytes for each query and head that are alive after a forward: of tensors as wide as a row, and as a latent."""
+    latent, rotary, alive = 26, 4, {}
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "kv_lora_rank": latent, "num_hidden_layers": 1}
+    model = make_indexed("deepseek_v32", **sizes)
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **kwargs or {})
+            for x in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] > 1 and x.shape[2] == 64:
+                    storage = x.untyped_storage()
+                    alive[storage._cdata] = StorageWeakRef(storage), x.shape[3], storage.nbytes()
+            return found
+
+    ours = hf.parallelize(model.train(), memory=memory)
+    with Noting():
+        loss = ours(input_ids=tokens(64), labels=tokens(64)).loss
+    left = [(width, size) for ref, width, size in alive.values() if not ref.expired()]
+    loss.backward()
+    return [sum(size for each, size in left if each == width) / (2 * 64 * 6) for width in (latent + rotary, latent)]
+
+
+def test_chunks_keep_outputs_of_latents_and_no_queries():
+    assert kept_by_a_forward(None) == [8 * 30, 8 * 26]
+    assert kept_by_a_forward(hf.Memory(attention_chunks=3)) == [0, 8 * 26]
+
+
+def test_gradients_of_keys_that_chunks_share_are_rounded_once():
+    """In bf16, 256 + 0.5 is 256; of all four chunks the sum is 257.5, which rounds to 258."""
+    q, k = torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    out = attend_in_chunks(lambda q, k, v, plan: q + k, 4, None, q, k.requires_grad_(), k.detach(), None)
+    out.backward(torch.tensor([256, 0.5, 0.5, 0.5], dtype=torch.bfloat16).view(1, 4, 1, 1))
+    assert k.grad.item() == 258
+
+
+def peak_of_step(memory):
+    sizes = {"num_hidden_layers": 1, "kv_lora_rank": 64, "num_experts_per_tok": 1}
+    model = make_indexed("deepseek_v32", num_attention_heads=12, num_key_value_heads=12, **sizes)
+    ours = hf.parallelize(model.train(), memory=memory)
+    with LiveBytes(*ours.parameters()) as live:
+        ours(input_ids=tokens(256), labels=tokens(256)).loss.backward()
+    return live.most
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_chunks_take_less_memory_at_the_peak(recompute):
+    whole, chunked = (peak_of_step(hf.Memory(attention_chunks=n, recompute=recompute)) for n in (1, 4))
+    assert chunked < 0.75 * whole, (chunked, whole)
+
+
 def of_mesh(family, sizes, memory, by_context, other_choices, shards):
     """Take a step over a mesh, which must be one process's; return what indexers chose, and one process's.
 
@@ -333,10 +434,11 @@ def of_mesh(family, sizes, memory, by_context, other_choices, shards):
 
 
 LAYER, KEEP = hf.Memory(recompute="layer"), hf.Memory(recompute="keep-attention", mlp_chunks=2)
+HALVES = hf.Memory(recompute="layer", attention_chunks=2)
 MESHES = [
     ("deepseek_v32", (2, 2), None, False),
     ("deepseek_v32" + HEADS, (2, 2), LAYER, False),
-    ("glm_moe_dsa", (1, 2), LAYER, False),
+    ("glm_moe_dsa", (1, 2), HALVES, False),
     ("glm_moe_dsa", (2, 2), KEEP, False),
     ("hy_v4", (2, 2), None, False),
     (BLOCKS, (2, 2), LAYER, True),
@@ -346,6 +448,7 @@ MESHES = [
         for sizes, memory, by_context in (
             ((2, 2), None, True),
             ((1, 2), LAYER, False),
+            ((2, 2), HALVES, False),
             ((2, 2), KEEP, False),
         )
     ),
@@ -373,7 +476,7 @@ def test_a_step_over_a_tensor_parallel_axis(pools, family, sizes, memory, by_con
 
 
 def test_weights_sharded_over_the_context_too(pools):
-    check_mesh(pools, "deepseek_v32", (2, 2), LAYER, False, shards=True)
+    check_mesh(pools, "deepseek_v32", (2, 2), HALVES, False, shards=True)
 
 
 def test_ranks_of_a_tensor_parallel_axis_take_the_choice_of_the_first(pools):
@@ -392,12 +495,18 @@ def test_what_is_refused_by_name():
     model, ids = make_indexed("glm_moe_dsa"), tokens(48)
 
     def chunks(group):
-        hf.parallelize(copy.deepcopy(model), group, memory=hf.Memory(attention_chunks=2))
+        hf.parallelize(copy.deepcopy(model), group, memory=hf.Memory(attention_chunks=3))
+
+    def keys(group):
+        hf.parallelize(make_indexed(BLOCKS), group, memory=hf.Memory(attention_chunks=3))
 
     def split(group):
         hf.parallelize(copy.deepcopy(model), group, strategy=Strategy(ulysses_degree=2))(input_ids=ids)
 
-    assert "attention_chunks=2" in refused(chunks)
+    several = "attention_chunks=3) can't split the 4 query heads"
+    assert f"{several} of GlmMoeDsaAttention evenly; choose a divisor of 4" in refused(chunks)
+    more = "and 2 key-value heads of MiniMaxM3VLAttention evenly; choose a divisor of 2, or a multiple of it"
+    assert f"{several} {more}" in refused(keys)
     assert "ulysses_degree=2 of the strategy splits heads" in refused(split)
 
 

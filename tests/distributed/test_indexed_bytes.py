@@ -27,20 +27,21 @@ def heads_of(module):
     return {name: x.out_features // module.head_dim for name, x in heads.items()} | {"head_dim": module.head_dim}
 
 
-def predicted(model, plans, dtype):
+def predicted(model, plans, dtype, chunks):
     """(sent, received) by the plans of all layers."""
     layers = zip(hf.attention_windows(model), hf.indexed_layers(model), attentions_of(model), strict=True)
     found = []
     for window, call, module in layers:
-        how = {"batch": BATCH, "dtype": dtype}
+        how = {"batch": BATCH, "dtype": dtype, "attention_chunks": chunks}
         plan = plans[window]
         found.append(chosen_bytes(plan, call, **how) if call else plan.bytes(**heads_of(module), **how))
     return sum(x.sent for x in found), sum(x.received for x in found)
 
 
-def counted(family, dtype, layout, borders):
+def counted(family, dtype, layout, borders, chunks=1):
     """Run on a rank: what the layers of a step send and receive, as predicted and as counted."""
-    model = hf.parallelize(make_indexed(family, stock=True).to(dtype), strategy=f"layout={layout}")
+    model, memory = make_indexed(family, stock=True).to(dtype), hf.Memory(attention_chunks=chunks)
+    hf.parallelize(model, strategy=f"layout={layout}", memory=memory)
     ids, seqlen = tokens(61), 61
     batch = {"input_ids": ids}
     if borders is not None:
@@ -52,7 +53,7 @@ def counted(family, dtype, layout, borders):
     with hf.shards(model, batch) as shard:
         model.model(**shard)[0].float().sum().backward()
     after = transport.sent, transport.received
-    return predicted(model, plans, dtype), tuple(a - b for a, b in zip(after, before, strict=True))
+    return predicted(model, plans, dtype, chunks), tuple(a - b for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES_OF_TEST)
@@ -73,6 +74,15 @@ def test_bytes_are_those_predicted(pools, family, world, layout, dtype, document
     for ours, theirs in found:
         assert ours == theirs
     assert any(sent for (sent, _), _ in found) == (world > 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunks"),
+    [("deepseek_v32", 2), ("deepseek_v32" + HEADS, 4), ("minimax_m3_vl", 2), ("minimax_m3_vl", 4), ("dots3_note", 2)],
+)
+def test_each_chunk_of_heads_sends_its_keys(pools, family, chunks):
+    for ours, theirs in pools(2).run(counted, family, torch.bfloat16, "zigzag", None, chunks):
+        assert ours == theirs and ours[0] > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"])

@@ -82,9 +82,11 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
     [
         ("deepseek_v32", 4, {"tensor_parallel": 2}),
         ("minimax_m3_vl_text", 2, {"tensor_parallel": 2, "remat": "layer"}),
+        ("glm_moe_dsa", 2, {"attention_chunks": 4}),
+        ("minimax_m3_vl_text", 2, {"attention_chunks": 2, "remat": "layer"}),
     ],
 )
-def test_heads_that_share_a_choice_are_cut(pools, corpus, tmp_path, model_type, world, flags):
+def test_heads_that_share_a_choice_are_cut_and_split(pools, corpus, tmp_path, model_type, world, flags):
     trained_as_one_device(pools(world), corpus, tmp_path, model_type, **flags)
 
 

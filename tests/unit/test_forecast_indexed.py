@@ -153,7 +153,7 @@ def test_strategies_that_split_heads_are_refused_and_others_predicted():
     assert found["auto"].sent["attention"] == found["burst"].sent["attention"]
     with pytest.raises(ValueError, match="not for glm_moe_dsa"):
         request().cut(2)
-    with pytest.raises(ValueError, match="can't split heads that share a choice"):
+    with pytest.raises(ValueError, match="attention-chunks is not predicted for heads that share a choice"):
         forecasts(request(saving=Saving(attention_chunks=2)))
 
 

@@ -161,7 +161,7 @@ def chosen_attention(
     return out, lse
 
 
-def chosen_bytes(plan: Plan, call: Indexed, *, batch: int, dtype: torch.dtype) -> Traffic:
+def chosen_bytes(plan: Plan, call: Indexed, *, batch: int, dtype: torch.dtype, attention_chunks: int = 1) -> Traffic:
     """Return the payload bytes that this rank sends and receives in a choice and in the attention to chosen keys.
 
     The figures are exactly what ``plan.transport`` counts, as those of :meth:`Plan.bytes` are.
@@ -169,8 +169,11 @@ def chosen_bytes(plan: Plan, call: Indexed, *, batch: int, dtype: torch.dtype) -
     Args:
         call: the layer's sizes, as :func:`~burst_attention.integrations.hf.indexed_layers` reads them from a model.
         dtype: of q, k and v.
+        attention_chunks: the number of chunks of heads (``hf.Memory``). There is one choice for all of them, but each
+            sends keys.
     """
-    return plan.schedule.indexed_traffic(call, shape_of(dtype, batch=batch, q_heads=1, kv_heads=1, head_dim=1))
+    like = shape_of(dtype, batch=batch, q_heads=1, kv_heads=1, head_dim=1)
+    return plan.schedule.indexed_traffic(call, like, attention_chunks)
 
 
 def _check_whole_heads(plan: Plan) -> None:

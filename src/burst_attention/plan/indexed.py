@@ -45,9 +45,10 @@ class Indexed:
         """Bytes of a token's choice, as a layer of transformers keeps it for its backward."""
         return self.count * (8 * self.kv_heads if self.block else 4)  # int64 by key-value head; int32 for all
 
-    def attention(self, like: Shape) -> Shape:
-        """Return the shape of the attention, with the batch and the bytes per element of ``like``."""
-        sizes = {name: getattr(self, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")}
+    def attention(self, like: Shape, chunks: int = 1) -> Shape:
+        """Return the shape of the attention to a chunk of heads, with the batch and bytes per element of ``like``."""
+        sizes = {name: getattr(self, name) for name in ("head_dim", "v_head_dim")}
+        sizes |= {name: max(1, getattr(self, name) // chunks) for name in ("q_heads", "kv_heads")}
         return replace(like, **sizes, inside=self.inside, beside=POSITION)
 
     def choice(self, like: Shape) -> Shape:

@@ -151,9 +151,9 @@ class Schedule:
                 counts.append(sum(shape.edge_bytes(edge, direction, groups) for edge in own))
         return cost.Traffic(*counts)
 
-    def indexed_traffic(self, call: Indexed, like: cost.Shape) -> cost.Traffic:
-        """Return the bytes of an attention to chosen keys, and of the choice, which has no backward."""
-        attention = self.traffic(call.attention(like), KEYS_CIRCULATE)
+    def indexed_traffic(self, call: Indexed, like: cost.Shape, chunks: int = 1) -> cost.Traffic:
+        """Return the bytes of an attention to chosen keys in chunks of heads, and of the choice, without a backward."""
+        attention = self.traffic(call.attention(like, chunks), KEYS_CIRCULATE) * chunks
         if not call.chooses:
             return attention
         choice = self.traffic(call.choice(like), KEYS_CIRCULATE)

@@ -157,7 +157,7 @@ def _check(name: str, q: ForecastRequest) -> None:
 def _check_indexed(name: str, q: ForecastRequest) -> None:
     """Raise ValueError if layers that attend to chosen keys can't run by the strategy, or with these options."""
     if q.saving.attention_chunks > 1:
-        raise ValueError("--attention-chunks can't split heads that share a choice of keys; leave it out")
+        raise ValueError("--attention-chunks is not predicted for heads that share a choice of keys; leave it out")
     degree = 1 if name in FOREIGN else strategy_of(name).over(q.sharing).ulysses_degree
     if isinstance(degree, int) and degree > 1:
         raise ValueError(f"--strategy {name} splits heads, and all heads of a layer share a choice of keys")

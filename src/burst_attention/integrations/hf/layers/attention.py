@@ -20,6 +20,7 @@ from burst_attention.attention.plan import Plan
 from ..reading.known import NAME
 from ..running import ALONE, RUNNING, RunningPlans
 from . import checks
+from .attention_chunks import InHeadChunks, attend_in_chunks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
@@ -125,6 +126,8 @@ class Attention:
             query, key, value = _autocast(query, key, value)
         if ours is None:
             mark_attended(plan, position_ids)
+        if isinstance(module, InHeadChunks) and (weight is not None or attend in (burst_attention, _to_chosen)):
+            attend = functools.partial(attend_in_chunks, attend, module.head_chunks, weight)
         out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
 

@@ -131,11 +131,11 @@ def indexed_layers(model: Any) -> list[Indexed | None]:
             heads = indexer.num_heads if block else indexer.n_heads
             sizes = {"index_heads": heads, "index_dim": indexer.head_dim, "block": block}
             sizes["wide"] = known.has_wide_keys(indexer)
-        found.append(Indexed(count=count, **sizes, **_sizes_of_calls(module)))
+        found.append(Indexed(count=count, **sizes, **sizes_of_calls(module)))
     return found
 
 
-def _sizes_of_calls(module: Any) -> dict[str, Any]:
+def sizes_of_calls(module: Any) -> dict[str, Any]:
     """Return the sizes of an attention's calls of ``chosen_attention``."""
     names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "inside")
     if not hasattr(module, "kv_b_proj"):

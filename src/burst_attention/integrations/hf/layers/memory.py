@@ -24,7 +24,8 @@ from ..classes import become, revert
 from ..reading import Kind, Part, Reading, known, read
 from ..reading.parts import ATTENTIONS
 from ..snapshots import Snapshot, inside
-from . import head_chunks
+from . import attention_chunks, head_chunks
+from .attention_chunks import InHeadChunks
 from .head_chunks import ByHeads
 from .token_chunks import InTokenChunks
 
@@ -41,7 +42,8 @@ class Memory:
         recompute: what the backward recomputes. ``layer``: each decoder layer, of which only the inputs are kept.
             ``keep-attention``: all of a layer but its attention, whose exchanges are not repeated.
         attention_chunks: project and compute the heads of a layer's attention in this many groups, one at a time. It
-            must divide the key-value heads, or be a multiple of them that divides the query heads.
+            must divide the key-value heads, or be a multiple of them that divides the query heads. In a model whose
+            indexers choose keys, only the attention is in chunks, not its projections (docs/how-to/indexed.md).
         mlp_chunks: process a rank's tokens in this many chunks in feed-forward layers and norms. The backward
             recomputes one chunk at a time.
         offload: where the inputs of recomputed layers are kept. None: on the device. ``host``: in pinned host memory
@@ -71,10 +73,6 @@ class Memory:
                 raise ValueError(
                     f"offload={self.offload!r} keeps the inputs of recomputed layers; add recompute='layer'"
                 )
-        if self.attention_chunks > 1 and self.recompute == "keep-attention":
-            raise ValueError(
-                f"recompute='keep-attention' takes no attention_chunks={self.attention_chunks}; use recompute='layer'"
-            )
 
     def apply(self, body: nn.Module) -> None:
         """Apply the options to the layers of a model without its head, in place, before its weights are sharded.
@@ -91,20 +89,24 @@ class Memory:
             modules = [module for layer in layers for module in (*_feed_forward(layer.module), *_norms(layer.module))]
             for module in (*_norms(body), *modules):
                 become(module, InTokenChunks, token_chunks=self.mlp_chunks)
+        if self.attention_chunks > 1:
+            self._split_heads([part for layer in layers for part in layer.inside if part.kind in ATTENTIONS])
         for layer in layers:
-            if self.attention_chunks > 1:
-                for part in layer.inside:
-                    if part.kind is Kind.INDEXED:
-                        raise ValueError(
-                            f"memory=Memory(attention_chunks={self.attention_chunks}) can't split the heads of {part}: "
-                            "its indexer chooses keys for all of them; leave attention_chunks out"
-                        )
-                    if part.kind in ATTENTIONS:
-                        head_chunks.convert(part.module, self.attention_chunks)
             if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
                 recomputed: Any = layer.module
                 recomputed._gradient_checkpointing_func = _Recomputing(recomputed, context, copies, self.recompute)
                 recomputed.gradient_checkpointing = True
+
+    def _split_heads(self, attentions: list[Part]) -> None:
+        """Let attentions compute their heads in chunks; raise ValueError if one can't."""
+        of_choices = any(part.kind is Kind.INDEXED for part in attentions)
+        if attentions and not of_choices and self.recompute == "keep-attention":
+            raise ValueError(
+                f"recompute='keep-attention' takes no attention_chunks={self.attention_chunks} for {attentions[0]}; "
+                "use recompute='layer'"
+            )
+        for part in attentions:
+            (attention_chunks if of_choices else head_chunks).convert(part.module, self.attention_chunks)
 
     def check(self, body: Reading) -> None:
         """Raise ValueError if a layer has changed so that the options no longer fit."""
@@ -130,6 +132,7 @@ def unsave(body: nn.Module) -> None:
         del layer._gradient_checkpointing_func
         layer.gradient_checkpointing = False
     revert(body, ByHeads)
+    revert(body, InHeadChunks)
     revert(body, InTokenChunks)
 
 
