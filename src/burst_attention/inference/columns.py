@@ -1,4 +1,4 @@
-"""Linear layers whose weights the ranks share by rows: whole for a prompt, never gathered for a step of few tokens.
+"""Layers whose weights the ranks share by rows: whole for a prompt, never gathered for a step of few tokens.
 
 Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can compute the columns y_r [..., F_r].
 
@@ -7,6 +7,14 @@ Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can 
 
 Sums stay within a rank, so a step rounds as in one process, in any dtype, and all ranks get equal bits. Layers of one
 input, such as q, k and v, share an exchange. An embedding's rows are shared too: who has a token's row sends it.
+
+Of a mixture y = Σ_e w_e f_e(x), rank r holds the experts of its rows, with all their weights and biases:
+
+    a prompt, x of a shard:     as above; where rows are read in place, Σ_r over the experts of rank r
+    a step, x on every rank:    y_r = Σ w_e f_e(x) over the rank's experts that x chose; y = Σ_r y_r
+
+Both sums are in fp32 (fp64 of fp64), in the order of ranks, and rounded once, so all ranks get equal bits.
+
 The idea of weights by columns beside keys by tokens is Helix's (arXiv 2507.07120, section 2).
 """
 
@@ -25,22 +33,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from burst_attention.attention.batch import weight_samples
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
-from burst_attention.integrations.hf.classes import become
+from burst_attention.integrations.hf.classes import become, stock_class
 from burst_attention.integrations.hf.layers.dealt import Step
 from burst_attention.integrations.hf.running import RUNNING
+
+Weights = dict[str, Tensor]  # of one module, by the names of its parameters
 
 TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
 
 
 @dataclass(eq=False)
 class Part:
-    """What a rank holds of a module's weight."""
+    """What a rank holds of a module's weights."""
 
     shared: Shared
     name: str
     layer: int | None  # the number of its decoder layer; None: outside of layers
-    rows: tuple[range, ...]  # of the whole weight, by rank
-    in_place: list[Tensor] | None = None  # those rows, by rank, where this rank can read all of them
+    rows: tuple[range, ...]  # of each whole weight, by rank
+    weights: tuple[str, ...] = ("weight",)  # the names of the module's parameters that ranks share
+    in_place: list[Weights] | None = None  # those rows, by rank, where this rank can read all of them
     together: list[Any] = field(default_factory=list)  # modules of the same input that this one's step computes too
 
 
@@ -49,7 +60,7 @@ class _Gathering:
     """Whole weights of a decoder layer, which arrive or have arrived."""
 
     pending: Pending | None
-    weights: dict[Any, Tensor]
+    weights: dict[Any, Weights]
 
 
 @dataclass(eq=False)
@@ -61,7 +72,8 @@ class Shared:
     around: list[Any] = field(default_factory=list)  # embedding and head
     filling: bool = False
     in_place: bool = False  # whether a prompt reads the rows of all ranks where they lie
-    _samples: dict[str, tuple[Any, str, str]] = field(default_factory=dict)  # modules, digests of rows and of the whole
+    # (module, name of its parameter, digests of this rank's rows and of the whole), by the weight's name in the model
+    _samples: dict[str, tuple[Any, str, str, str]] = field(default_factory=dict)
     _gathered: dict[int, _Gathering] = field(default_factory=dict)
     _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
     _lead: Any = None  # the module that computed last in a step, its input, and results that it left for others
@@ -77,32 +89,45 @@ class Shared:
         return [*self.around, *(module for layer in self.layers for module in layer)]
 
     def share(
-        self, module: Any, name: str, layer: int | None, weight: nn.Parameter, in_place: list[Tensor] | None
+        self, module: Any, name: str, layer: int | None, cut: Mapping[str, tuple[nn.Parameter, list[Tensor] | None]]
     ) -> None:
-        """Let a module use rows of a shared weight from now on. A head keeps its class, which the loss asks for."""
-        if isinstance(module, nn.Embedding) or layer is not None:
-            become(module, _Embedding if isinstance(module, nn.Embedding) else _Linear)
-        vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world), in_place)
-        module._parameters["weight"] = weight
+        """Let a module use rows of shared weights from now on. A head keeps its class, which the loss asks for.
+
+        ``cut``: by the names of its parameters, this rank's rows, and those of all ranks where they can be read.
+        """
+        kind = _Embedding if isinstance(module, nn.Embedding) else _Linear if isinstance(module, nn.Linear) else _Experts
+        if layer is not None or kind is not _Linear:
+            become(module, kind)
+        weights, world = {own: weight for own, (weight, _) in cut.items()}, self.transport.world
+        rows = rows_of(len(next(iter(weights.values()))), world)
+        in_place: list[Weights] | None = [{} for _ in range(world)]
+        for own, (_, every) in cut.items():
+            if in_place is None or every is None:
+                in_place = None
+                continue
+            for of_rank, x in zip(in_place, every, strict=True):
+                of_rank[own] = x
+        vars(module)["burst_part"] = Part(self, name, layer, rows, tuple(weights), in_place)
+        module._parameters.update(weights)
         (self.around if layer is None else self.layers[layer]).append(module)
 
     def keep(self, model: nn.Module, samples: Mapping[str, str]) -> None:
         """Keep the digests of those whole weights that the ranks now share."""
-        cut = {module._parameters["weight"]: module for module in self.modules}
+        cut = {module._parameters[own]: (module, own) for module in self.modules for own in module.burst_part.weights}
         owners = {name: cut[x] for name, x in model.named_parameters() if x in cut}
-        self._samples = {name: (module, "", samples[name]) for name, module in owners.items()}
+        self._samples = {name: (*owner, "", samples[name]) for name, owner in owners.items()}
         rows = self.rows()
-        self._samples = {name: (module, rows[name], samples[name]) for name, module in owners.items()}
+        self._samples = {name: (*owner, rows.get(name, ""), samples[name]) for name, owner in owners.items()}
 
     def rows(self) -> dict[str, str]:
-        """Return digests of this rank's rows of shared weights. No version counts all writes to them."""
-        weights = {name: module._parameters["weight"] for name, (module, *_) in self._samples.items()}
+        """Return digests of this rank's rows of shared weights, if any. No version counts all writes to them."""
+        weights = {name: module._parameters[own] for name, (module, own, *_) in self._samples.items()}
         return weight_samples((name, getattr(x, "_local_tensor", x)) for name, x in weights.items())
 
     def samples(self) -> dict[str, str]:
         """Return the digests of shared weights that have not changed since."""
         rows = self.rows()
-        return {name: whole for name, (_, own, whole) in self._samples.items() if rows[name] == own}
+        return {name: whole for name, (*_, own, whole) in self._samples.items() if rows.get(name, "") == own}
 
     def has(self, module: Any) -> bool:
         """Return whether a module's weight is shared."""
@@ -112,7 +137,8 @@ class Shared:
         """Return whether this rank's rows are still where other ranks read them; someone may have assigned others."""
         rank, parts = self.transport.rank, [(module, module.burst_part.in_place) for module in self.modules]
         self.in_place = all(
-            rows is not None and local(module).data_ptr() == rows[rank].data_ptr() for module, rows in parts
+            rows is not None and all(local(module, own).data_ptr() == x.data_ptr() for own, x in rows[rank].items())
+            for module, rows in parts
         )
         return self.in_place
 
@@ -132,8 +158,8 @@ class Shared:
             self.filling = False
             self._gathered, self._unused = {}, []
 
-    def rows_of_all(self, module: Any) -> list[Tensor]:
-        """Return the rows of a module's weight: by rank if they lie on this host, else gathered into one tensor."""
+    def rows_of_all(self, module: Any) -> list[Weights]:
+        """Return the rows of a module's weights: by rank if they lie on this host, else those gathered from all."""
         part = module.burst_part
         if not self.filling:
             raise ValueError(
@@ -142,8 +168,8 @@ class Shared:
             )
         return part.in_place if self.in_place else [self._whole(module)]
 
-    def _whole(self, module: Any) -> Tensor:
-        """Return the whole weight of a module, and let the next layer's arrive."""
+    def _whole(self, module: Any) -> Weights:
+        """Return the whole weights of a module, and let the next layer's arrive."""
         part = module.burst_part
         if part.layer is None:
             return self._wait(self._gather([module], part.name)).weights[module]
@@ -151,7 +177,8 @@ class Shared:
         if gathering.pending is not None:
             self._wait(gathering)
             for number in [n for n in self._gathered if n not in (part.layer, part.layer + 1)]:
-                self._unused += self._wait(self._gathered.pop(number)).weights.values()
+                for weights in self._wait(self._gathered.pop(number)).weights.values():
+                    self._unused += weights.values()
             if part.layer + 1 < len(self.layers):
                 self._layer(part.layer + 1)
         return gathering.weights[module]
@@ -165,10 +192,10 @@ class Shared:
     def _gather(self, modules: Sequence[Any], label: str) -> _Gathering:
         """Start to gather weights: each rank's rows go to their place in the whole."""
         rank, world = self.transport.rank, self.transport.world
-        weights, sends, receives = {}, list[Send](), list[Receive]()
-        for module in modules:
-            own, rows = local(module), module.burst_part.rows
-            whole = weights[module] = self._memory(own, rows[-1].stop)
+        weights, sends, receives = dict[Any, Weights](), list[Send](), list[Receive]()
+        for module, name in [(module, name) for module in modules for name in module.burst_part.weights]:
+            own, rows = local(module, name), module.burst_part.rows
+            whole = weights.setdefault(module, {})[name] = self._memory(own, rows[-1].stop)
             whole[rows[rank].start : rows[rank].stop] = own
             for hop in range(1, world):
                 ahead, behind = (rank + hop) % world, (rank - hop) % world
@@ -231,13 +258,43 @@ class Shared:
         every = self.transport.all_to_all([own] * world, [len(own)] * world, label=f"a step, the rows of {part.name}")
         return _of_owners(part, ids, every)
 
+    def mixed(self, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum [n, E] over the experts ``index`` [n, K] of each token, times ``weights`` [n, K].
+
+        Every rank has the same tokens x [n, E]. Ranks compare the experts of each token: rounding may differ where
+        processors do, and an expert that each of two ranks leaves to the other would be missing.
+        """
+        part, rank = module.burst_part, self.transport.rank
+        label = f"a step, the experts of {part.name}"
+        parts = [x.new_empty(len(x), x.shape[1] + 1, dtype=_sum_dtype(x)) for _ in part.rows]
+        expected = self.transport.expect(parts, label=label)
+        with self.transport.health.failing(label):
+            parts[rank].zero_()
+            own = {name: local(module, name) for name in part.weights}
+            add_chosen(parts[rank][:, :-1], module, (x, index, weights), part.rows[rank], own)
+            parts[rank][:, -1] = index.sum(-1)
+        self.transport.gather(expected, parts[rank])
+        out = parts[0]
+        for each in parts[1:]:
+            if not torch.equal(each[:, -1], parts[0][:, -1]):
+                raise RuntimeError(
+                    f"{part.name}: ranks chose other experts for a token, because their rounding differs; run all "
+                    "ranks on equal processors with equal numbers of threads, or generate with whole weights"
+                )
+            out = out + each
+        return out[:, :-1].to(x.dtype)
+
     def step_bytes(self, batch: int) -> int:
         """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
         rank, count = self.transport.rank, 0
         for module in self.modules:
-            weight, rows = module._parameters["weight"], module.burst_part.rows
-            columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(rows[rank])
-            count += columns * weight.dtype.itemsize
+            part = module.burst_part
+            weight = module._parameters[part.weights[0]]
+            if isinstance(module, _Experts):
+                count += (width_of(module) + 1) * _sum_dtype(weight).itemsize
+            else:
+                columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(part.rows[rank])
+                count += columns * weight.dtype.itemsize
         return (self.transport.world - 1) * batch * count
 
 
@@ -258,11 +315,11 @@ class _Linear(nn.Module):
             return shared.product(self, x)
         bias, parts = self._parameters["bias"], shared.rows_of_all(self)
         if len(parts) == 1:
-            return F.linear(x, parts[0], bias)
+            return F.linear(x, parts[0]["weight"], bias)
         flat = x.reshape(-1, x.shape[-1])
         out = flat.new_empty(len(flat), self.burst_part.rows[-1].stop)
-        for rows, weight in zip(self.burst_part.rows, parts, strict=True):
-            columns = out[:, rows.start : rows.stop]  # the product goes there, without a copy
+        for rows, own in zip(self.burst_part.rows, parts, strict=True):
+            weight, columns = own["weight"], out[:, rows.start : rows.stop]  # the product goes there, without a copy
             if bias is None:
                 torch.mm(flat, weight.t(), out=columns)
             else:
@@ -282,11 +339,68 @@ class _Embedding(nn.Module):
             return shared.looked_up(self, ids)
         parts = shared.rows_of_all(self)
         if len(parts) == 1:
-            with using(self, parts[0]):
+            with using(self, parts[0], padding_idx=None):  # which matters to gradients alone
                 return self.stock_class.forward(self, ids)
         _check_ids(self.burst_part, ids)
-        every = [_looked_up(self, ids, *each) for each in zip(self.burst_part.rows, parts, strict=True)]
+        parts_by_rows = zip(self.burst_part.rows, parts, strict=True)
+        every = [_looked_up(self, ids, rows, own["weight"]) for rows, own in parts_by_rows]
         return _of_owners(self.burst_part, ids, every)
+
+
+class _Experts(nn.Module):
+    """The experts of a mixture, of which each rank holds some."""
+
+    burst_part: Part
+    stock_class: Any
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        shared = self.burst_part.shared
+        if isinstance(RUNNING.plans, Step):
+            return shared.mixed(self, x, index, weights)
+        parts = shared.rows_of_all(self)
+        if len(parts) == 1:
+            with using(self, parts[0]):
+                out: Tensor = self.stock_class.forward(self, x, index, weights)
+            return out
+        return sum_of_parts(self, (x, index, weights), self.burst_part.rows, parts)
+
+
+def sum_of_parts(
+    module: Any, chosen: tuple[Tensor, Tensor, Tensor], rows: Sequence[range], parts: Sequence[Mapping[str, Tensor]]
+) -> Tensor:
+    """Return what experts compute, from the weights of each rank's experts; ``chosen``: of :func:`add_chosen`."""
+    x = chosen[0]
+    out = torch.zeros_like(x, dtype=_sum_dtype(x))
+    for each, own in zip(rows, parts, strict=True):
+        add_chosen(out, module, chosen, each, own)
+    return out.to(x.dtype)
+
+
+def add_chosen(
+    out: Tensor, module: Any, chosen: tuple[Tensor, Tensor, Tensor], rows: range, own: Mapping[str, Tensor]
+) -> None:
+    """Add the results of the experts ``rows``, of the weights ``own``, to those tokens that chose them.
+
+    ``out`` [n, E], fp32 or fp64. ``chosen``: tokens x [n, E], their experts [n, K] and the weights of these [n, K].
+    The module runs on a row for each pair of a token and an expert, as in transformers' ``AllToAllEP``.
+    """
+    x, index, weights = chosen
+    tokens, slots = torch.where((index >= rows.start) & (index < rows.stop))
+    if not len(tokens):
+        return
+    experts = index[tokens, slots, None] - rows.start
+    with using(module, own, num_experts=len(rows)):
+        done = stock_class(module).forward(module, x[tokens], experts, torch.ones_like(weights[tokens, slots, None]))
+    out.index_add_(0, tokens, done.to(out.dtype) * weights[tokens, slots, None].to(out.dtype))
+
+
+def width_of(experts: Any) -> int:
+    """Return the width of the tokens that experts take and return."""
+    return int(experts.down_proj.shape[2 if experts.is_transposed else 1])
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check_ids(part: Part, ids: Tensor) -> None:
@@ -297,7 +411,7 @@ def _check_ids(part: Part, ids: Tensor) -> None:
 
 def _looked_up(module: Any, ids: Tensor, rows: range, weight: Tensor) -> Tensor:
     """Return what an embedding that has these rows alone looks up; other ids give any of them."""
-    with using(module, weight):
+    with using(module, {"weight": weight}, padding_idx=None):
         out: Tensor = module.stock_class.forward(module, (ids - rows.start).clamp(0, len(rows) - 1))
     return out
 
@@ -311,14 +425,16 @@ def _of_owners(part: Part, ids: Tensor, every: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def using(module: Any, weight: Tensor) -> Iterator[None]:
-    """Let an embedding look up rows of another weight inside this context."""
-    own, padding = module._parameters["weight"], module.padding_idx
-    module._parameters["weight"], module.padding_idx = weight, None  # which matters to gradients alone
+def using(module: Any, weights: Mapping[str, Tensor], **attributes: Any) -> Iterator[None]:
+    """Let a module compute with other weights, and with other attributes, inside this context."""
+    own, before = {name: module._parameters[name] for name in weights}, {x: vars(module)[x] for x in attributes}
+    module._parameters.update(weights)
+    vars(module).update(attributes)
     try:
         yield
     finally:
-        module._parameters["weight"], module.padding_idx = own, padding
+        module._parameters.update(own)
+        vars(module).update(before)
 
 
 def rows_of(rows: int, world: int) -> tuple[range, ...]:
@@ -327,9 +443,9 @@ def rows_of(rows: int, world: int) -> tuple[range, ...]:
     return tuple(range(min(rows, size * n), min(rows, size * (n + 1))) for n in range(world))
 
 
-def local(module: Any) -> Tensor:
+def local(module: Any, name: str = "weight") -> Tensor:
     """Return this rank's rows of a module's weight."""
-    own: Tensor = module._parameters["weight"]._local_tensor
+    own: Tensor = module._parameters[name]._local_tensor
     return own
 
 
@@ -341,7 +457,8 @@ def cut_weight(weight: nn.Parameter, mesh: DeviceMesh, own: Tensor | None = None
         own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     else:
         own.copy_(part)
-    shape: dict[str, Any] = {"shape": weight.shape, "stride": (weight.shape[1], 1)}
+    # of a contiguous whole
+    shape: dict[str, Any] = {"shape": weight.shape, "stride": torch.empty(weight.shape, device="meta").stride()}
     return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
 
 
