@@ -95,7 +95,9 @@ class Shared:
 
         ``cut``: by the names of its parameters, this rank's rows, and those of all ranks where they can be read.
         """
-        kind = _Embedding if isinstance(module, nn.Embedding) else _Linear if isinstance(module, nn.Linear) else _Experts
+        kind = (
+            _Embedding if isinstance(module, nn.Embedding) else _Linear if isinstance(module, nn.Linear) else _Experts
+        )
         if layer is not None or kind is not _Linear:
             become(module, kind)
         weights, world = {own: weight for own, (weight, _) in cut.items()}, self.transport.world
