@@ -10,7 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from burst_attention.inference import weights
-from burst_attention.inference.columns import rows_of, sum_of_parts
+from burst_attention.inference.columns import rows_of
+from burst_attention.inference.experts import adds_up, sum_of_parts, width_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24}
 KINDS = {  # with gates, with biases and transposed weights, without gates and of a width of their own
@@ -33,7 +34,7 @@ def experts_of(kind, how, dtype):
 def tokens_for(experts, dtype):
     """Twelve tokens, two of which choose the same experts; a router's weights are often in fp32."""
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(12, weights.width_of(experts), generator=generator).to(dtype)
+    x = torch.randn(12, width_of(experts), generator=generator).to(dtype)
     scores = torch.rand(12, 5, generator=generator)
     scores[1] = scores[0]
     chosen = scores.topk(3)
@@ -55,7 +56,7 @@ def in_double(experts, chosen):
 def test_parts_add_up_to_the_whole(kind, how, ranks):
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         experts = experts_of(kind, how, dtype)
-        assert weights.adds_up(experts, ranks)
+        assert adds_up(experts, rows_of(5, ranks))
         chosen, rows = tokens_for(experts, dtype), rows_of(5, ranks)
         parts, others = (
             [{own: x.roll(n, 0)[each.start : each.stop] for own, x in experts._parameters.items()} for each in rows]

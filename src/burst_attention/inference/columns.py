@@ -33,11 +33,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from burst_attention.attention.batch import weight_samples
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
-from burst_attention.integrations.hf.classes import become, stock_class
+from burst_attention.integrations.hf.classes import become
 from burst_attention.integrations.hf.layers.dealt import Step
 from burst_attention.integrations.hf.running import RUNNING
 
-Weights = dict[str, Tensor]  # of one module, by the names of its parameters
+from .experts import Weights, add_chosen, sum_dtype, sum_of_parts, using, width_of
 
 TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
 
@@ -195,14 +195,16 @@ class Shared:
         """Start to gather weights: each rank's rows go to their place in the whole."""
         rank, world = self.transport.rank, self.transport.world
         weights, sends, receives = dict[Any, Weights](), list[Send](), list[Receive]()
-        for module, name in [(module, name) for module in modules for name in module.burst_part.weights]:
-            own, rows = local(module, name), module.burst_part.rows
-            whole = weights.setdefault(module, {})[name] = self._memory(own, rows[-1].stop)
-            whole[rows[rank].start : rows[rank].stop] = own
-            for hop in range(1, world):
-                ahead, behind = (rank + hop) % world, (rank - hop) % world
-                sends.append(Send(ahead, own))
-                receives.append(Receive(behind, whole[rows[behind].start : rows[behind].stop]))
+        for module in modules:
+            weights[module], rows = {}, module.burst_part.rows
+            for name in module.burst_part.weights:
+                own = local(module, name)
+                whole = weights[module][name] = self._memory(own, rows[-1].stop)
+                whole[rows[rank].start : rows[rank].stop] = own
+                for hop in range(1, world):
+                    ahead, behind = (rank + hop) % world, (rank - hop) % world
+                    sends.append(Send(ahead, own))
+                    receives.append(Receive(behind, whole[rows[behind].start : rows[behind].stop]))
         return _Gathering(self.transport.post(sends, receives, label=label), weights)
 
     def _wait(self, gathering: _Gathering) -> _Gathering:
@@ -268,7 +270,7 @@ class Shared:
         """
         part, rank = module.burst_part, self.transport.rank
         label = f"a step, the experts of {part.name}"
-        parts = [x.new_empty(len(x), x.shape[1] + 1, dtype=_sum_dtype(x)) for _ in part.rows]
+        parts = [x.new_empty(len(x), x.shape[1] + 1, dtype=sum_dtype(x)) for _ in part.rows]
         expected = self.transport.expect(parts, label=label)
         with self.transport.health.failing(label):
             parts[rank].zero_()
@@ -293,7 +295,7 @@ class Shared:
             part = module.burst_part
             weight = module._parameters[part.weights[0]]
             if isinstance(module, _Experts):
-                count += (width_of(module) + 1) * _sum_dtype(weight).itemsize
+                count += (width_of(module) + 1) * sum_dtype(weight).itemsize
             else:
                 columns = weight.shape[1] if isinstance(module, nn.Embedding) else len(part.rows[rank])
                 count += columns * weight.dtype.itemsize
@@ -367,44 +369,6 @@ class _Experts(nn.Module):
         return sum_of_parts(self, (x, index, weights), self.burst_part.rows, parts)
 
 
-def sum_of_parts(
-    module: Any, chosen: tuple[Tensor, Tensor, Tensor], rows: Sequence[range], parts: Sequence[Mapping[str, Tensor]]
-) -> Tensor:
-    """Return what experts compute, from the weights of each rank's experts; ``chosen``: of :func:`add_chosen`."""
-    x = chosen[0]
-    out = torch.zeros_like(x, dtype=_sum_dtype(x))
-    for each, own in zip(rows, parts, strict=True):
-        add_chosen(out, module, chosen, each, own)
-    return out.to(x.dtype)
-
-
-def add_chosen(
-    out: Tensor, module: Any, chosen: tuple[Tensor, Tensor, Tensor], rows: range, own: Mapping[str, Tensor]
-) -> None:
-    """Add the results of the experts ``rows``, of the weights ``own``, to those tokens that chose them.
-
-    ``out`` [n, E], fp32 or fp64. ``chosen``: tokens x [n, E], their experts [n, K] and the weights of these [n, K].
-    The module runs on a row for each pair of a token and an expert, as in transformers' ``AllToAllEP``.
-    """
-    x, index, weights = chosen
-    tokens, slots = torch.where((index >= rows.start) & (index < rows.stop))
-    if not len(tokens):
-        return
-    experts = index[tokens, slots, None] - rows.start
-    with using(module, own, num_experts=len(rows)):
-        done = stock_class(module).forward(module, x[tokens], experts, torch.ones_like(weights[tokens, slots, None]))
-    out.index_add_(0, tokens, done.to(out.dtype) * weights[tokens, slots, None].to(out.dtype))
-
-
-def width_of(experts: Any) -> int:
-    """Return the width of the tokens that experts take and return."""
-    return int(experts.down_proj.shape[2 if experts.is_transposed else 1])
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _check_ids(part: Part, ids: Tensor) -> None:
     most = part.rows[-1].stop
     if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < most:
@@ -424,19 +388,6 @@ def _of_owners(part: Part, ids: Tensor, every: Sequence[Tensor]) -> Tensor:
     for n in range(1, len(every)):
         out = torch.where((owner == n).unsqueeze(-1), every[n], out)
     return out
-
-
-@contextmanager
-def using(module: Any, weights: Mapping[str, Tensor], **attributes: Any) -> Iterator[None]:
-    """Let a module compute with other weights, and with other attributes, inside this context."""
-    own, before = {name: module._parameters[name] for name in weights}, {x: vars(module)[x] for x in attributes}
-    module._parameters.update(weights)
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        module._parameters.update(own)
-        vars(module).update(before)
 
 
 def rows_of(rows: int, world: int) -> tuple[range, ...]:

@@ -22,13 +22,13 @@ from burst_attention.attention.batch import digest_text, weight_samples
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.integrations.hf.call.heads import base_of
-from burst_attention.integrations.hf.classes import stock_class
 from burst_attention.integrations.hf.layers.indexed import Indexer
 from burst_attention.integrations.hf.reading import known
 from burst_attention.integrations.hf.reading.attached import hooks_of
 from burst_attention.integrations.hf.tensor import axis
 
-from .columns import Shared, cut_weight, rows_of, sum_of_parts, transport_for, width_of
+from .columns import Shared, cut_weight, rows_of, transport_for
+from .experts import adds_up, are_experts
 from .in_place import Room, open_rooms
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -81,7 +81,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     size = sum(x.nbytes for x in model.parameters())
     cut: dict[int, tuple[nn.Parameter, list[Tensor] | None]] = {}  # tied weights stay tied
     for name, module in modules.items():
-        weights = _rows_weights(module)
+        weights = _cut_weights(module)
         for weight in weights.values():
             if id(weight) not in cut:
                 parts = None
@@ -124,7 +124,7 @@ def _check_ranks(plan: Plan, mesh: Any) -> None:
 
 def _rooms(modules: Iterable[Any], mesh: DeviceMesh, agreement: Agreement) -> list[Room] | None:
     """Return memory of all ranks for their rows of the modules' weights; None where they can't read each other's."""
-    weights = {id(weight): weight for module in modules for weight in _rows_weights(module).values()}
+    weights = {id(weight): weight for module in modules for weight in _cut_weights(module).values()}
     if not weights or mesh.device_type != "cpu":
         return None
     rank, ranks = mesh.get_local_rank(), mesh.size()
@@ -132,11 +132,10 @@ def _rooms(modules: Iterable[Any], mesh: DeviceMesh, agreement: Agreement) -> li
     return open_rooms(agreement, [count * x[0].nbytes for count, x in rows])
 
 
-def _rows_weights(module: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that ranks share by rows, by their own names."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        return {"weight": module.weight}
-    return {own: x for own, x in module._parameters.items() if x is not None}
+def _cut_weights(module: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that ranks share by rows, by their own names. Biases of columns stay whole."""
+    columns = isinstance(module, (nn.Linear, nn.Embedding))
+    return {own: x for own, x in module._parameters.items() if x is not None and (own == "weight" or not columns)}
 
 
 def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
@@ -158,11 +157,11 @@ def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
         if linear or (alone and _is_embedding(module)):
             able = _is_plain(module) and bool(rows_of(len(module.weight), ranks)[-1])
         else:
-            experts = around and _are_experts(module) and not _is_used_apart(name, around)
-            able = experts and _is_plain(module) and adds_up(module, ranks)
+            experts = bool(around) and are_experts(module) and not _is_used_apart(name, around)
+            able = experts and _is_plain(module) and adds_up(module, rows_of(module.num_experts, ranks))
         if able:
             found[name] = module
-    weights = {name: _rows_weights(module).values() for name, module in found.items()}
+    weights = {name: _cut_weights(module).values() for name, module in found.items()}
     return {name: found[name] for name, own in weights.items() if all(users[id(x)] <= found.keys() for x in own)}
 
 
@@ -173,40 +172,12 @@ def _is_embedding(module: Any) -> bool:
     return (kind is nn.Embedding or (scales and isinstance(module, nn.Embedding))) and module.max_norm is None
 
 
-def _are_experts(module: Any) -> bool:
-    """Return whether a module of transformers has the stacked weights of experts, the first dimension theirs."""
-    kind, own = type(module), vars(module)
-    stock = kind.__module__.startswith("transformers.models.") and stock_class(module) is kind
-    if not stock or not {"has_gate", "is_transposed"} <= own.keys():
-        return False
-    weights = _rows_weights(module)
-    return "down_proj" in weights and {len(x) for x in weights.values() if x.dim() > 1} == {own.get("num_experts")}
-
-
-def adds_up(module: Any, ranks: int) -> bool:
-    """Return whether experts compute, of drawn tokens, the sum of what each rank's experts compute for themselves."""
-    down, count = module.down_proj, module.num_experts
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(8, width_of(module), generator=draw).to(down)
-    index = torch.rand(8, count, generator=draw).topk(min(2, count)).indices.to(down.device)
-    weights = torch.rand(index.shape, generator=draw).to(down)
-    rows = rows_of(count, ranks)
-    parts = [{own: x[each.start : each.stop] for own, x in _rows_weights(module).items()} for each in rows]
-    try:
-        with torch.no_grad():
-            whole = module(x, index, weights)
-            found = sum_of_parts(module, (x, index, weights), rows, parts)
-    except RuntimeError:  # of grouped products, which have no fp64
-        return False
-    return bool((found - whole).abs().max() <= 16 * torch.finfo(whole.dtype).eps * whole.abs().max())
-
-
 def _is_plain(module: Any) -> bool:
     """Return whether nothing is attached to a module, and its weights are plain numbers."""
     attached = "forward" in vars(module) or any(True for _ in hooks_of(module))
     return not attached and all(
         type(x) is nn.Parameter and type(x.data) is Tensor and x.dtype in _DTYPES and not x.is_meta
-        for x in _rows_weights(module).values()
+        for x in _cut_weights(module).values()
     )
 
 
