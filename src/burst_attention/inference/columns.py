@@ -95,20 +95,14 @@ class Shared:
 
         ``cut``: by the names of its parameters, this rank's rows, and those of all ranks where they can be read.
         """
-        kind = (
-            _Embedding if isinstance(module, nn.Embedding) else _Linear if isinstance(module, nn.Linear) else _Experts
-        )
-        if layer is not None or kind is not _Linear:
-            become(module, kind)
-        weights, world = {own: weight for own, (weight, _) in cut.items()}, self.transport.world
-        rows = rows_of(len(next(iter(weights.values()))), world)
-        in_place: list[Weights] | None = [{} for _ in range(world)]
-        for own, (_, every) in cut.items():
-            if in_place is None or every is None:
-                in_place = None
-                continue
-            for of_rank, x in zip(in_place, every, strict=True):
-                of_rank[own] = x
+        linear = isinstance(module, nn.Linear)
+        if layer is not None or not linear:
+            become(module, _Linear if linear else _Embedding if isinstance(module, nn.Embedding) else _Experts)
+        weights = {own: weight for own, (weight, _) in cut.items()}
+        rows = rows_of(len(next(iter(weights.values()))), self.transport.world)
+        every = [of_ranks for _, of_ranks in cut.values() if of_ranks is not None]
+        readable = len(every) == len(cut)
+        in_place = [dict(zip(cut, of_rank, strict=True)) for of_rank in zip(*every, strict=True)] if readable else None
         vars(module)["burst_part"] = Part(self, name, layer, rows, tuple(weights), in_place)
         module._parameters.update(weights)
         (self.around if layer is None else self.layers[layer]).append(module)
