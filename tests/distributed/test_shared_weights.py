@@ -87,7 +87,7 @@ def generated(name, count, rows, apart):
     cut = [key for key, x in model.named_parameters() if key in whole and isinstance(x, DTensor)]
     gathered = [key for key in cut if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
     out = generate(model, cache, ids_of(count, rows), max_new_tokens=NEW)
-    return sendable(out), share, gathered, isinstance(model, FSDPModule)
+    return sendable(out), share, gathered, any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 @pytest.mark.parametrize("apart", [False, long(True)])
@@ -293,6 +293,35 @@ PARTS = {
     "llama": (*ATTENTION, "columns of model.layers.{}.mlp.gate_proj", "columns of model.layers.{}.mlp.down_proj"),
     "mixtral": (*ATTENTION, "experts of model.layers.{}.mlp.experts"),
 }
+
+
+def mixed_in_half(shares):
+    """Return a mixture's logits in bf16, the bytes of a further token, those predicted, and dtypes that experts send."""
+    model = hf.parallelize(made("mixtral").bfloat16(), strategy=WHOLE_HEADS, timeout=30)
+    if shares:
+        shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    cache = ShardedCache(model.config, timeout=30)
+    out, before = generate(model, cache, ids_of(70), max_new_tokens=NEW), cache.sent
+    found, expect = set(), Transport.expect
+
+    def noting(self, every, *, label):
+        found.update(x.dtype for x in every if "experts" in label)
+        return expect(self, every, label=label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "expect", noting)
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    return torch.stack(out.logits), cache.sent - before, step_bytes(model), found
+
+
+def test_results_of_experts_are_added_in_fp32(pools):
+    shared, whole = (pools(3).run(mixed_in_half, shares) for shares in (True, False))
+    of_layer = dealt_bytes(world=3, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.bfloat16)
+    wanted = whole[0][0][0]
+    for logits, sent, predicted, dtypes in shared:
+        assert sent == 2 * of_layer + predicted and dtypes == {torch.float32}
+        assert torch.equal(logits, shared[0][0]), "ranks have other bits"
+        assert (logits[0] - wanted).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
 
 
 def refusals():
