@@ -296,7 +296,7 @@ PARTS = {
 
 
 def mixed_in_half(shares):
-    """Return a mixture's logits in bf16, the bytes of a further token, those predicted, and dtypes that experts send."""
+    """Return a mixture's logits in bf16, bytes of a further token, those predicted, and dtypes that experts send."""
     model = hf.parallelize(made("mixtral").bfloat16(), strategy=WHOLE_HEADS, timeout=30)
     if shares:
         shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))

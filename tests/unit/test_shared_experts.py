@@ -71,12 +71,13 @@ def test_parts_add_up_to_the_whole(kind, how, ranks):
 
 @torch.no_grad()
 def test_sums_of_half_precision_are_rounded_once():
-    """Many experts of one result: in bf16 a running sum would stop growing at 256 of them."""
+    """Many ranks' equal results: in bf16 a running sum would stop growing at 256 of them."""
     experts = experts_of(MixtralExperts, "eager", torch.bfloat16)
-    x, index = torch.ones(1, 16, dtype=torch.bfloat16), torch.zeros(1, 600, dtype=torch.long)
-    parts = [{own: x[:1] for own, x in experts._parameters.items()}]
+    x, own = torch.ones(1, 16, dtype=torch.bfloat16), {own: x[:1] for own, x in experts._parameters.items()}
+    rows = [range(n, n + 1) for n in range(600)]
     one, many = (
-        sum_of_parts(experts, (x, index[:, :n], torch.ones(1, n)), [range(1)], parts).double() for n in (1, 600)
+        sum_of_parts(experts, (x, torch.arange(n)[None], torch.ones(1, n)), rows[:n], [own] * n).double()
+        for n in (1, 600)
     )
     assert ((many - 600 * one).abs() <= 2**-8 * (600 * one).abs()).all()
 
