@@ -89,7 +89,8 @@ def shared(name, tokens):
     cache = ShardedCache(model.config)
     ids = torch.randint(1, 250, (1, tokens), generator=torch.Generator().manual_seed(1))
     local = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
-    theirs = [x for module in model._burst.shared.modules for x in module.burst_part.in_place]
+    rows = [each for module in model._burst.shared.modules for each in module.burst_part.in_place]
+    theirs = [x for each in rows for x in each.values()]
     with LiveBytes(*local, *theirs) as live:
         model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
     sent, weights = cache.sent, sum(x.nbytes for x in local)

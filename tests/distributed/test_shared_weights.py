@@ -1,4 +1,4 @@
-"""Weights that ranks share by rows: the tokens of one process, and no weight moves in a step."""
+"""Weights that ranks share by rows, and experts: the tokens of one process, and no weight moves in a step."""
 
 import copy
 import functools
@@ -70,14 +70,14 @@ CHANGED = {
     "lora of experts' layers": ("deepseek_v3", functools.partial(with_lora, ["q_a_proj", "o_proj", "down_proj"])),
     "8 bits": ("llama", in_8_bits),
 }
+# Whose matrices that no rank can compute by rows are more than 1/64 of these small models.
 GATHERED = (
+    "deepseek_v2",
     "deepseek_v3",
     "qwen3_5",
-    "gpt_oss",
+    "qwen3_next",
     "bamba",
     "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
     "nemotron_h",
     "gemma4_text",
     "deepseek_v32",
@@ -125,12 +125,13 @@ def long(*case):
 
 
 def generated(name, count, rows, apart):
-    """Return a rank's tokens and logits; the share of matrices that it holds; those that FSDP2 shards."""
+    """Return a rank's tokens and logits; the share of matrices that it holds; those that each token gathers."""
     whole = {key: x.numel() for key, x in made(name).named_parameters() if x.dim() > 1}
     model, cache = shared_model(name, apart=apart)
     held = {key: (x.to_local() if isinstance(x, DTensor) else x).numel() for key, x in model.named_parameters()}
     share = sum(held[key] for key in whole) / sum(whole.values())
-    gathered = [key for key in whole if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
+    cut = [key for key, x in model.named_parameters() if key in whole and isinstance(x, DTensor)]
+    gathered = [key for key in cut if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
     out = generate(model, cache, ids_of(count, rows), max_new_tokens=NEW)
     return sendable(out), share, gathered, any(isinstance(part, FSDPModule) for part in model.modules())
 
@@ -153,6 +154,8 @@ def generated(name, count, rows, apart):
         long("lora of experts' layers", 70, 1, 2),
         long("8 bits", 100, 1, 3),
         long("phi", 100, 1, 3),  # all linear layers have biases, the head too
+        ("mixtral", 100, 2, 3),
+        ("gpt_oss", 7, 1, 2),
         long("llama", 100, 1, 1),
         long("llama", 100, 1, 4),
         long("qwen3", 100, 1, 3),
@@ -168,6 +171,14 @@ def generated(name, count, rows, apart):
         long("nemotron_h", 100, 1, 2),
         long("deepseek_v32", 100, 2, 3),
         long("minimax_m3_vl", 100, 1, 2),
+        long("mixtral", 100, 1, 1),
+        long("mixtral", 7, 1, 4),
+        long("qwen3_moe", 100, 2, 4),
+        long("glm4_moe", 100, 1, 2),
+        long("deepseek_v2", 100, 1, 2),
+        long("deepseek_v3", 70, 2, 4),
+        long("gpt_oss", 100, 2, 4),
+        long("qwen3_next", 70, 1, 2),
     ],
 )
 def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world, apart):
@@ -177,7 +188,78 @@ def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world, ap
         assert share < 1.15 / world, "a rank holds more than its share"
         if world > 1:
             assert bool(gathered) == by_fsdp
-            assert not gathered or name in GATHERED, "each token gathers these weights"
+            assert bool(gathered) == (name in GATHERED), gathered
+            assert not any(".experts." in key for key in gathered), "each token gathers experts"
+
+
+# Other mixtures of docs/models.md that generate.
+MIXTURES = (
+    *("afmoe", "aria_text", "axk1", "bailing_hybrid", "beam", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe"),
+    *("flex_olmo", "flint", "glm4_moe_lite", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "mellum", "mimo_v2_flash", "minimax_m2", "olmoe"),
+    *("phimoe", "qwen2_moe", "qwen3_5_moe_text", "solar_open"),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_other_mixtures(pools, name):
+    world, apart = (2, 4)[MIXTURES.index(name) % 2], MIXTURES.index(name) % 4 > 1
+    done = pools(world).run(generated, name, 70, 1, apart)
+    check_equal([out for out, *_ in done], one_process(name, ids_of(70)))
+    for _, share, gathered, _ in done:
+        assert share < 1.15 / world, "a rank holds more than its share"
+        assert not any(".experts." in key for key in gathered), "each token gathers experts"
+
+
+def experts_of_ranks(name, apart):
+    """Return a rank's tokens and logits, and how many experts each of its layers has, by weight."""
+    model, cache = shared_model(name, apart=apart)
+    out = generate(model, cache, ids_of(70), max_new_tokens=NEW)
+    held = {key: len(x.to_local()) for key, x in model.named_parameters() if ".experts." in key}
+    return sendable(out), held
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_without_experts_computes_none(pools, apart):
+    """Four experts of gpt-oss on three ranks, with biases and transposed weights."""
+    done = pools(3).run(experts_of_ranks, "gpt_oss", apart)
+    check_equal([out for out, _ in done], one_process("gpt_oss", ids_of(70)))
+    for (_, held), count in zip(done, (2, 2, 0), strict=True):
+        assert len(held) == 2 * 4 and set(held.values()) == {count}
+
+
+def with_gathered_experts():
+    """Return a rank's tokens and logits where the sum of the ranks' parts were not the whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "adds_up", lambda *_: False)
+        model, cache = shared_model("mixtral")
+    experts = [x for module in model._burst.shared.modules if (x := vars(module).get("num_experts"))]
+    assert not experts and isinstance(model, FSDPModule)
+    return sendable(generate(model, cache, ids_of(70), max_new_tokens=NEW))
+
+
+def test_experts_whose_parts_do_not_add_up_are_gathered(pools):
+    check_equal(pools(2).run(with_gathered_experts), one_process("mixtral", ids_of(70)))
+
+
+def chosen_apart():
+    """Rank 1 chooses other experts; return the error of a token."""
+    model, cache = shared_model("mixtral", timeout=5)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
+        if dist.get_rank():
+            mixed = columns.Shared.mixed
+            patch.setattr(
+                columns.Shared,
+                "mixed",
+                lambda self, module, x, index, weights: mixed(self, module, x, 7 - index, weights),
+            )
+        generate(model, cache, ids_of(70), max_new_tokens=2)
+    return str(caught.value)
+
+
+def test_ranks_that_choose_other_experts_refuse(pools):
+    assert all("experts: ranks chose other experts for a token" in error for error in pools(2).run(chosen_apart))
 
 
 def in_half(shares):
@@ -228,11 +310,12 @@ def sampled(name):
     return generate(model, cache, ids_of(80), **SAMPLED).sequences
 
 
-def test_a_seed_gives_the_text_of_one_process(pools):
-    model = made("llama", "eager")  # which draws from the same generator, if it is the first
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_seed_gives_the_text_of_one_process(pools, name):
+    model = made(name, "eager")  # which draws from the same generator, if it is the first
     torch.manual_seed(3)
     expected = model.generate(ids_of(80), **GREEDY | SAMPLED).sequences
-    assert all(torch.equal(each, expected) for each in pools(3).run(sampled, "llama"))
+    assert all(torch.equal(each, expected) for each in pools(3).run(sampled, name))
 
 
 def turns(name, folder):
@@ -253,7 +336,7 @@ def continued(name, folder, longer, shares):
     return sendable(generate(model, cache, longer, max_new_tokens=NEW))
 
 
-@pytest.mark.parametrize("name", ["gemma3", long("qwen3_5")])
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", long("qwen3_5")])
 def test_turns_pieces_and_a_saved_cache(pools, tmp_path, name):
     done = pools(2).run(turns, name, tmp_path / "cache")
     expected = one_process(name, ids_of(150)).sequences
@@ -269,6 +352,7 @@ def test_turns_pieces_and_a_saved_cache(pools, tmp_path, name):
 def counted(name, apart):
     """Return bytes of a token, those predicted, the messages of the last step by label, and bytes of the prompt."""
     model, cache = shared_model(name, apart=apart)
+    assert not isinstance(model, FSDPModule), "FSDP2 gathers weights in each step"
     generate(model, cache, ids_of(80), max_new_tokens=3)
     prompt, before = model._burst.shared.transport.sent, cache.sent
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -280,14 +364,15 @@ def counted(name, apart):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world, apart):
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, name, world, apart):
     of_layer = dealt_bytes(world=world, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
-    for sent, predicted, labels, prompt, held in pools(world).run(counted, "llama", apart):
+    for sent, predicted, labels, prompt, held in pools(world).run(counted, name, apart):
         assert sent == 2 * of_layer + predicted
-        columns = [label for label in labels if label.startswith("a step, ")]
-        layers = [f"the columns of model.layers.{n}.{part}" for n in range(2) for part in PARTS]
+        shared = [label for label in labels if label.startswith("a step, ")]
+        layers = [f"the {part.format(n)}" for n in range(2) for part in PARTS[name]]
         expected = [f"a step, {each}" for each in ("the rows of model.embed_tokens", *layers, "the columns of lm_head")]
-        assert columns == [label for label in expected for _ in range(world - 1)], "q, k and v share an exchange"
+        assert shared == [label for label in expected for _ in range(world - 1)], "q, k and v share an exchange"
         assert sum(label.startswith("decoding") for label in labels) == 2 * (world - 1)
         if apart:
             assert held / 2 < prompt < 2.5 * (world - 1) * held, "the prompt gathered a layer more than once"
@@ -295,7 +380,40 @@ def test_a_step_gathers_no_weight_and_sends_what_is_predicted(pools, world, apar
             assert prompt < held / 2, "the prompt gathered weights that this host has"
 
 
-PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+ATTENTION = ("columns of model.layers.{}.self_attn.q_proj", "columns of model.layers.{}.self_attn.o_proj")
+PARTS = {
+    "llama": (*ATTENTION, "columns of model.layers.{}.mlp.gate_proj", "columns of model.layers.{}.mlp.down_proj"),
+    "mixtral": (*ATTENTION, "experts of model.layers.{}.mlp.experts"),
+}
+
+
+def mixed_in_half(shares):
+    """Return a mixture's logits in bf16, bytes of a further token, those predicted, and dtypes that experts send."""
+    model = hf.parallelize(made("mixtral").bfloat16(), strategy=WHOLE_HEADS, timeout=30)
+    if shares:
+        shard_weights(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    cache = ShardedCache(model.config, timeout=30)
+    out, before = generate(model, cache, ids_of(70), max_new_tokens=NEW), cache.sent
+    found, expect = set(), Transport.expect
+
+    def noting(self, every, *, label):
+        found.update(x.dtype for x in every if "experts" in label)
+        return expect(self, every, label=label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "expect", noting)
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    return torch.stack(out.logits), cache.sent - before, step_bytes(model, logits=True), found
+
+
+def test_results_of_experts_are_added_in_fp32(pools):
+    shared, whole = (pools(3).run(mixed_in_half, shares) for shares in (True, False))
+    of_layer = dealt_bytes(world=3, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.bfloat16)
+    wanted = whole[0][0][0]
+    for logits, sent, predicted, dtypes in shared:
+        assert sent == 2 * of_layer + predicted and dtypes == {torch.float32}
+        assert torch.equal(logits, shared[0][0]), "ranks have other bits"
+        assert (logits[0] - wanted).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
 
 
 def refusals():
@@ -434,16 +552,17 @@ def test_columns_of_keys_that_differ_between_ranks_are_refused(pools):
     assert all("kv_b_proj gets keys of the cache" in error for error in pools(2).run(wrongly_shared))
 
 
-def saved(folder):
-    model, _ = shared_model("llama")
+def saved(name, folder):
+    model, _ = shared_model(name)
     model.save_pretrained(folder)
     return True
 
 
-def test_weights_that_ranks_share_are_saved_whole(pools, tmp_path):
-    pools(3).run(saved, tmp_path / "model")
-    loaded = type(model_of("llama")).from_pretrained(tmp_path / "model")
-    for key, x in made("llama").state_dict().items():
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_weights_that_ranks_share_are_saved_whole(pools, tmp_path, name):
+    pools(3).run(saved, name, tmp_path / "model")
+    loaded = type(model_of(name)).from_pretrained(tmp_path / "model")
+    for key, x in made(name).state_dict().items():
         assert torch.equal(loaded.state_dict()[key], x)
 
 

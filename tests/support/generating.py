@@ -16,10 +16,11 @@ from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.support.conditioning import certain, margin_of_choices
-from tests.support.hf_models import MIXED, SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
+from tests.support.hf_models import HEADS, MIXED, MODELS, SMALL, VOCABULARY, WHOLE_HEADS, WINDOW, make_model
 from tests.support.hybrid_models import FAMILIES, make_hybrid
 from tests.support.indexed_models import FAMILIES as INDEXED
 from tests.support.indexed_models import make_indexed
+from tests.tools import families
 from tests.tools.families import model_class
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
@@ -38,12 +39,15 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
     | {"global_head_dim": 16, "hidden_size_per_layer_input": 8}
     | {"vocab_size_per_layer_input": VOCABULARY},
     "ministral3": {"rope_parameters": TEMPERED},
+    "mixtral": {"num_local_experts": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "glm4_moe": EXPERTS | {"first_k_dense_replace": 1},
 }
 
 
 @functools.cache
 def model_of(name, implementation="burst"):
-    """Return a model in fp32, the same under every attention. One with an indexer has weights in fp64."""
+    """Return a model in fp32, the same under every attention; with an indexer, or of another type, in fp64."""
     if name in INDEXED:
         hf.register()
         indexed = make_indexed(name, stock=True, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS)
@@ -57,6 +61,10 @@ def model_of(name, implementation="burst"):
         )
         hybrid.config.use_cache = hybrid.generation_config.use_cache = True
         return hybrid
+    if name not in OTHERS and name not in MODELS | HEADS:
+        hf.register()
+        config = families.tiny_config(name, max_position_embeddings=POSITIONS)
+        return families.model_of(name, config, implementation)
     if name not in OTHERS:
         return make_model(name, implementation, torch.float32, max_position_embeddings=POSITIONS).eval()
     hf.register()

@@ -1,4 +1,4 @@
-"""Linear layers whose weights the ranks share by rows: whole for a prompt, never gathered for a step of few tokens.
+"""Layers whose weights the ranks share by rows: whole for a prompt, never gathered for a step of few tokens.
 
 Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can compute the columns y_r [..., F_r].
 
@@ -8,6 +8,14 @@ Of y = x Wᵀ + b, with W [F, E], rank r holds the rows W_r [F_r, E], so it can 
 Sums stay within a rank, so a step rounds as in one process, in any dtype, and all ranks get equal bits. Layers of one
 input, such as q, k and v, share an exchange. An embedding's rows are shared too: who has a token's row sends it.
 Where only the argmax of logits matters, ranks exchange their greatest ones.
+
+Of a mixture y = Σ_e w_e f_e(x), rank r holds the experts of its rows, with all their weights and biases:
+
+    a prompt, x of a shard:     as above; where rows are read in place, Σ_r over the experts of rank r
+    a step, x on every rank:    y_r = Σ w_e f_e(x) over the rank's experts that x chose; y = Σ_r y_r
+
+Both sums are in fp32 (fp64 of fp64), in the order of ranks, and rounded once, so all ranks get equal bits.
+
 The idea of weights by columns beside keys by tokens is Helix's (arXiv 2507.07120, section 2).
 """
 
@@ -30,19 +38,22 @@ from burst_attention.integrations.hf.classes import become
 from burst_attention.integrations.hf.layers.dealt import Step
 from burst_attention.integrations.hf.running import RUNNING
 
+from .experts import Weights, add_chosen, sum_dtype, sum_of_parts, using, width_of
+
 ARGMAX_BYTES = 8  # of a rank's greatest logit and its token
 TAG = 0xB3  # apart from messages of attention, which a gathering of the next layer runs beside
 
 
 @dataclass(eq=False)
 class Part:
-    """What a rank holds of a module's weight."""
+    """What a rank holds of a module's weights."""
 
     shared: Shared
     name: str
     layer: int | None  # the number of its decoder layer; None: outside of layers
-    rows: tuple[range, ...]  # of the whole weight, by rank
-    in_place: list[Tensor] | None = None  # those rows, by rank, where this rank can read all of them
+    rows: tuple[range, ...]  # of each whole weight, by rank
+    weights: tuple[str, ...] = ("weight",)  # the names of the module's parameters that ranks share
+    in_place: list[Weights] | None = None  # those rows, by rank, where this rank can read all of them
     together: list[Any] = field(default_factory=list)  # modules of the same input that this one's step computes too
 
 
@@ -51,7 +62,7 @@ class _Gathering:
     """Whole weights of a decoder layer, which arrive or have arrived."""
 
     pending: Pending | None
-    weights: dict[Any, Tensor]
+    weights: dict[Any, Weights]
 
 
 @dataclass(eq=False)
@@ -63,7 +74,8 @@ class Shared:
     around: list[Any] = field(default_factory=list)  # embedding and head
     filling: bool = False
     in_place: bool = False  # whether a prompt reads the rows of all ranks where they lie
-    _samples: dict[str, tuple[Any, str, str]] = field(default_factory=dict)  # modules, digests of rows and of the whole
+    # (module, name of its parameter, digests of this rank's rows and of the whole), by the weight's name in the model
+    _samples: dict[str, tuple[Any, str, str, str]] = field(default_factory=dict)
     _gathered: dict[int, _Gathering] = field(default_factory=dict)
     _unused: list[Tensor] = field(default_factory=list)  # memory of layers that are done
     _lead: Any = None  # the module that computed last in a step, its input, and results that it left for others
@@ -79,32 +91,41 @@ class Shared:
         return [*self.around, *(module for layer in self.layers for module in layer)]
 
     def share(
-        self, module: Any, name: str, layer: int | None, weight: nn.Parameter, in_place: list[Tensor] | None
+        self, module: Any, name: str, layer: int | None, cut: Mapping[str, tuple[nn.Parameter, list[Tensor] | None]]
     ) -> None:
-        """Let a module use rows of a shared weight from now on. A head keeps its class, which the loss asks for."""
-        if isinstance(module, nn.Embedding) or layer is not None:
-            become(module, _Embedding if isinstance(module, nn.Embedding) else _Linear)
-        vars(module)["burst_part"] = Part(self, name, layer, rows_of(weight.shape[0], self.transport.world), in_place)
-        module._parameters["weight"] = weight
+        """Let a module use rows of shared weights from now on. A head keeps its class, which the loss asks for.
+
+        ``cut``: by the names of its parameters, this rank's rows, and those of all ranks where they can be read.
+        """
+        linear = isinstance(module, nn.Linear)
+        if layer is not None or not linear:
+            become(module, _Linear if linear else _Embedding if isinstance(module, nn.Embedding) else _Experts)
+        weights = {own: weight for own, (weight, _) in cut.items()}
+        rows = rows_of(len(next(iter(weights.values()))), self.transport.world)
+        every = [of_ranks for _, of_ranks in cut.values() if of_ranks is not None]
+        readable = len(every) == len(cut)
+        in_place = [dict(zip(cut, of_rank, strict=True)) for of_rank in zip(*every, strict=True)] if readable else None
+        vars(module)["burst_part"] = Part(self, name, layer, rows, tuple(weights), in_place)
+        module._parameters.update(weights)
         (self.around if layer is None else self.layers[layer]).append(module)
 
     def keep(self, model: nn.Module, samples: Mapping[str, str]) -> None:
         """Keep the digests of those whole weights that the ranks now share."""
-        cut = {module._parameters["weight"]: module for module in self.modules}
+        cut = {module._parameters[own]: (module, own) for module in self.modules for own in module.burst_part.weights}
         owners = {name: cut[x] for name, x in model.named_parameters() if x in cut}
-        self._samples = {name: (module, "", samples[name]) for name, module in owners.items()}
+        self._samples = {name: (*owner, "", samples[name]) for name, owner in owners.items()}
         rows = self.rows()
-        self._samples = {name: (module, rows[name], samples[name]) for name, module in owners.items()}
+        self._samples = {name: (*owner, rows.get(name, ""), samples[name]) for name, owner in owners.items()}
 
     def rows(self) -> dict[str, str]:
-        """Return digests of this rank's rows of shared weights. No version counts all writes to them."""
-        weights = {name: module._parameters["weight"] for name, (module, *_) in self._samples.items()}
+        """Return digests of this rank's rows of shared weights, if any. No version counts all writes to them."""
+        weights = {name: module._parameters[own] for name, (module, own, *_) in self._samples.items()}
         return weight_samples((name, getattr(x, "_local_tensor", x)) for name, x in weights.items())
 
     def samples(self) -> dict[str, str]:
         """Return the digests of shared weights that have not changed since."""
         rows = self.rows()
-        return {name: whole for name, (_, own, whole) in self._samples.items() if rows[name] == own}
+        return {name: whole for name, (*_, own, whole) in self._samples.items() if rows.get(name, "") == own}
 
     def has(self, module: Any) -> bool:
         """Return whether a module's weight is shared."""
@@ -114,7 +135,8 @@ class Shared:
         """Return whether this rank's rows are still where other ranks read them; someone may have assigned others."""
         rank, parts = self.transport.rank, [(module, module.burst_part.in_place) for module in self.modules]
         self.in_place = all(
-            rows is not None and local(module).data_ptr() == rows[rank].data_ptr() for module, rows in parts
+            rows is not None and all(local(module, own).data_ptr() == x.data_ptr() for own, x in rows[rank].items())
+            for module, rows in parts
         )
         return self.in_place
 
@@ -134,8 +156,8 @@ class Shared:
             self.filling = False
             self._gathered, self._unused = {}, []
 
-    def rows_of_all(self, module: Any) -> list[Tensor]:
-        """Return the rows of a module's weight: by rank if they lie on this host, else gathered into one tensor."""
+    def rows_of_all(self, module: Any) -> list[Weights]:
+        """Return the rows of a module's weights: by rank if they lie on this host, else those gathered from all."""
         part = module.burst_part
         if not self.filling:
             raise ValueError(
@@ -144,8 +166,8 @@ class Shared:
             )
         return part.in_place if self.in_place else [self._whole(module)]
 
-    def _whole(self, module: Any) -> Tensor:
-        """Return the whole weight of a module, and let the next layer's arrive."""
+    def _whole(self, module: Any) -> Weights:
+        """Return the whole weights of a module, and let the next layer's arrive."""
         part = module.burst_part
         if part.layer is None:
             return self._wait(self._gather([module], part.name)).weights[module]
@@ -153,7 +175,8 @@ class Shared:
         if gathering.pending is not None:
             self._wait(gathering)
             for number in [n for n in self._gathered if n not in (part.layer, part.layer + 1)]:
-                self._unused += self._wait(self._gathered.pop(number)).weights.values()
+                for weights in self._wait(self._gathered.pop(number)).weights.values():
+                    self._unused += weights.values()
             if part.layer + 1 < len(self.layers):
                 self._layer(part.layer + 1)
         return gathering.weights[module]
@@ -167,15 +190,17 @@ class Shared:
     def _gather(self, modules: Sequence[Any], label: str) -> _Gathering:
         """Start to gather weights: each rank's rows go to their place in the whole."""
         rank, world = self.transport.rank, self.transport.world
-        weights, sends, receives = {}, list[Send](), list[Receive]()
+        weights, sends, receives = dict[Any, Weights](), list[Send](), list[Receive]()
         for module in modules:
-            own, rows = local(module), module.burst_part.rows
-            whole = weights[module] = self._memory(own, rows[-1].stop)
-            whole[rows[rank].start : rows[rank].stop] = own
-            for hop in range(1, world):
-                ahead, behind = (rank + hop) % world, (rank - hop) % world
-                sends.append(Send(ahead, own))
-                receives.append(Receive(behind, whole[rows[behind].start : rows[behind].stop]))
+            weights[module], rows = {}, module.burst_part.rows
+            for name in module.burst_part.weights:
+                own = local(module, name)
+                whole = weights[module][name] = self._memory(own, rows[-1].stop)
+                whole[rows[rank].start : rows[rank].stop] = own
+                for hop in range(1, world):
+                    ahead, behind = (rank + hop) % world, (rank - hop) % world
+                    sends.append(Send(ahead, own))
+                    receives.append(Receive(behind, whole[rows[behind].start : rows[behind].stop]))
         return _Gathering(self.transport.post(sends, receives, label=label), weights)
 
     def _wait(self, gathering: _Gathering) -> _Gathering:
@@ -250,6 +275,32 @@ class Shared:
         self._exchange(parts, lambda: _looked_up(module, ids, rows, own), f"a step, the rows of {part.name}")
         return _of_owners(part, ids, parts)
 
+    def mixed(self, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum [n, E] over the experts ``index`` [n, K] of each token, times ``weights`` [n, K].
+
+        Every rank has the same tokens x [n, E]. Ranks compare the experts of each token: rounding may differ where
+        processors do, and an expert that each of two ranks leaves to the other would be missing.
+        """
+        part, sizes, dtype = module.burst_part, (len(x), x.shape[1] + 1), sum_dtype(x)
+
+        def compute() -> Tensor:
+            sums, own = x.new_zeros(sizes, dtype=dtype), {name: local(module, name) for name in part.weights}
+            add_chosen(sums[:, :-1], module, (x, index, weights), part.rows[self.transport.rank], own)
+            sums[:, -1] = index.sum(-1)
+            return sums
+
+        empty = [x.new_empty(sizes, dtype=dtype) for _ in part.rows]
+        parts = self._exchange(empty, compute, f"a step, the experts of {part.name}")
+        out = parts[0]
+        for each in parts[1:]:
+            if not torch.equal(each[:, -1], parts[0][:, -1]):
+                raise RuntimeError(
+                    f"{part.name}: ranks chose other experts for a token, because their rounding differs; run all "
+                    "ranks on equal processors with equal numbers of threads, or generate with whole weights"
+                )
+            out = out + each
+        return out[:, :-1].to(x.dtype)
+
     def _exchange(self, parts: list[Tensor], compute: Callable[[], Tensor], label: str) -> list[Tensor]:
         """Fill ``parts`` with what each rank computes, by rank, and return them. A rank receives before it computes."""
         expected = self.transport.expect(parts, label=label)
@@ -265,8 +316,11 @@ class Shared:
         """Return the bytes that this rank sends in a step of one token a row that calls each module once."""
         rank, count = self.transport.rank, 0
         for module in self.modules:
-            weight, part, looks_up = module._parameters["weight"], module.burst_part, isinstance(module, nn.Embedding)
-            if logits or looks_up or part.layer is not None:
+            part = module.burst_part
+            weight, looks_up = module._parameters[part.weights[0]], isinstance(module, nn.Embedding)
+            if isinstance(module, _Experts):
+                count += (width_of(module) + 1) * sum_dtype(weight).itemsize
+            elif logits or looks_up or part.layer is not None:
                 count += (weight.shape[1] if looks_up else len(part.rows[rank])) * weight.dtype.itemsize
             else:
                 count += ARGMAX_BYTES  # of the head
@@ -290,11 +344,11 @@ class _Linear(nn.Module):
             return shared.product(self, x)
         bias, parts = self._parameters["bias"], shared.rows_of_all(self)
         if len(parts) == 1:
-            return F.linear(x, parts[0], bias)
+            return F.linear(x, parts[0]["weight"], bias)
         flat = x.reshape(-1, x.shape[-1])
         out = flat.new_empty(len(flat), self.burst_part.rows[-1].stop)
-        for rows, weight in zip(self.burst_part.rows, parts, strict=True):
-            columns = out[:, rows.start : rows.stop]  # the product goes there, without a copy
+        for rows, own in zip(self.burst_part.rows, parts, strict=True):
+            weight, columns = own["weight"], out[:, rows.start : rows.stop]  # the product goes there, without a copy
             if bias is None:
                 torch.mm(flat, weight.t(), out=columns)
             else:
@@ -314,11 +368,30 @@ class _Embedding(nn.Module):
             return shared.looked_up(self, ids)
         parts = shared.rows_of_all(self)
         if len(parts) == 1:
-            with using(self, parts[0]):
+            with using(self, parts[0], padding_idx=None):  # which matters to gradients alone
                 return self.stock_class.forward(self, ids)
         _check_ids(self.burst_part, ids)
-        every = [_looked_up(self, ids, *each) for each in zip(self.burst_part.rows, parts, strict=True)]
+        parts_by_rows = zip(self.burst_part.rows, parts, strict=True)
+        every = [_looked_up(self, ids, rows, own["weight"]) for rows, own in parts_by_rows]
         return _of_owners(self.burst_part, ids, every)
+
+
+class _Experts(nn.Module):
+    """The experts of a mixture, of which each rank holds some."""
+
+    burst_part: Part
+    stock_class: Any
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        shared = self.burst_part.shared
+        if isinstance(RUNNING.plans, Step):
+            return shared.mixed(self, x, index, weights)
+        parts = shared.rows_of_all(self)
+        if len(parts) == 1:
+            with using(self, parts[0]):
+                out: Tensor = self.stock_class.forward(self, x, index, weights)
+            return out
+        return sum_of_parts(self, (x, index, weights), self.burst_part.rows, parts)
 
 
 def _check_ids(part: Part, ids: Tensor) -> None:
@@ -329,7 +402,7 @@ def _check_ids(part: Part, ids: Tensor) -> None:
 
 def _looked_up(module: Any, ids: Tensor, rows: range, weight: Tensor) -> Tensor:
     """Return what an embedding that has these rows alone looks up; other ids give any of them."""
-    with using(module, weight):
+    with using(module, {"weight": weight}, padding_idx=None):
         out: Tensor = module.stock_class.forward(module, (ids - rows.start).clamp(0, len(rows) - 1))
     return out
 
@@ -342,26 +415,15 @@ def _of_owners(part: Part, ids: Tensor, every: Sequence[Tensor]) -> Tensor:
     return out
 
 
-@contextmanager
-def using(module: Any, weight: Tensor) -> Iterator[None]:
-    """Let an embedding look up rows of another weight inside this context."""
-    own, padding = module._parameters["weight"], module.padding_idx
-    module._parameters["weight"], module.padding_idx = weight, None  # which matters to gradients alone
-    try:
-        yield
-    finally:
-        module._parameters["weight"], module.padding_idx = own, padding
-
-
 def rows_of(rows: int, world: int) -> tuple[range, ...]:
     """Return the rows of each rank, as a DTensor's ``Shard(0)`` has them."""
     size = -(-rows // world)
     return tuple(range(min(rows, size * n), min(rows, size * (n + 1))) for n in range(world))
 
 
-def local(module: Any) -> Tensor:
+def local(module: Any, name: str = "weight") -> Tensor:
     """Return this rank's rows of a module's weight."""
-    own: Tensor = module._parameters["weight"]._local_tensor
+    own: Tensor = module._parameters[name]._local_tensor
     return own
 
 
@@ -373,7 +435,8 @@ def cut_weight(weight: nn.Parameter, mesh: DeviceMesh, own: Tensor | None = None
         own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     else:
         own.copy_(part)
-    shape: dict[str, Any] = {"shape": weight.shape, "stride": (weight.shape[1], 1)}
+    # of a contiguous whole
+    shape: dict[str, Any] = {"shape": weight.shape, "stride": torch.empty(weight.shape, device="meta").stride()}
     return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
 
 

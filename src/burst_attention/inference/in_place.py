@@ -28,6 +28,8 @@ class Room:
         """Return the next tensor; it keeps the memory."""
         start = _after(self._used)
         self._used = start + prod(shape) * dtype.itemsize
+        if not prod(shape):
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=start).view(*shape)
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,18 +28,24 @@ from burst_attention.integrations.hf.reading.attached import hooks_of
 from burst_attention.integrations.hf.tensor import axis
 
 from .columns import Shared, cut_weight, rows_of, transport_for
+from .experts import adds_up, are_experts
 from .in_place import Room, open_rooms
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# If all matrices that no rank can compute by rows are at most this part of a model, each rank keeps them whole. It is
+# the most by which a rank then holds more than 1/W, and a step gathers nothing.
+_SMALL = 1 / 64
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     """Shard a parallelized model's weights over its ranks in place, to generate. Every rank must call it.
 
-    A rank then holds 1/W of every matrix. Linear layers, embeddings and the head compute a step of few tokens by the
-    rows that the rank holds, so no weight is gathered. For more tokens a rank gathers a layer at a time, and holds two.
-    FSDP2 shards other matrices (experts, quantized layers, layers with adapters) and gathers them in each step. An
-    allocator may keep the memory of gathered weights afterwards.
+    A rank then holds 1/W of every matrix, and of a mixture's experts 1/W of them whole. Linear layers, embeddings, the
+    head and experts compute a step of few tokens by what the rank holds, so no weight is gathered. For more tokens a
+    rank gathers a layer at a time, and holds two. Of other matrices (routers, convolutions, quantized layers, layers
+    with adapters) each rank keeps all if they are at most 1/64 of the model's bytes. Else FSDP2 shards them, and
+    gathers them in each step. An allocator may keep the memory of gathered weights afterwards.
 
     Args:
         model: the result of ``hf.parallelize``, on a CPU or on the mesh's device; equal on all ranks.
@@ -71,20 +78,24 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     state.shared = Shared(transport_for(state.plans.base.transport), [[] for _ in layers])
     numbers = {id(part): n for n, layer in enumerate(layers) for part in layer.modules()}
     rooms, rank = _rooms(modules.values(), mesh, state.plans.base.agreement), mesh.get_local_rank()
+    size = sum(x.nbytes for x in model.parameters())
     cut: dict[int, tuple[nn.Parameter, list[Tensor] | None]] = {}  # tied weights stay tied
     for name, module in modules.items():
-        weight = module.weight
-        if id(weight) not in cut:
-            parts = None
-            if rooms is not None:
-                rows = zip(rooms, rows_of(len(weight), mesh.size()), strict=True)
-                parts = [room.take((len(each), weight.shape[1]), weight.dtype) for room, each in rows]
-            cut[id(weight)] = cut_weight(weight, mesh, None if parts is None else parts[rank]), parts
-        state.shared.share(module, name, numbers.get(id(module)), *cut[id(weight)])
+        weights = _cut_weights(module)
+        for weight in weights.values():
+            if id(weight) not in cut:
+                parts = None
+                if rooms is not None:
+                    rows = zip(rooms, rows_of(len(weight), mesh.size()), strict=True)
+                    parts = [room.take((len(each), *weight.shape[1:]), weight.dtype) for room, each in rows]
+                cut[id(weight)] = cut_weight(weight, mesh, None if parts is None else parts[rank]), parts
+        of_module = {own: cut[id(weight)] for own, weight in weights.items()}
+        state.shared.share(module, name, numbers.get(id(module)), of_module)
     state.shared.keep(base, samples)
     ours = {weight for weight, _ in cut.values()}
-    if mesh.size() == 1 or all(x in ours or x.dim() < 2 for x in model.parameters()):
-        model.to(mesh.device_type)  # what is left is small
+    left = sum(x.nbytes for x in model.parameters() if x not in ours and x.dim() > 1)
+    if mesh.size() == 1 or left <= _SMALL * size:
+        model.to(mesh.device_type)
         return
     for module in (*layers, base):  # PEFT's model calls its base by another method than forward
         fully_shard(module, mesh=mesh, ignored_params=ours)
@@ -114,12 +125,18 @@ def _check_ranks(plan: Plan, mesh: Any) -> None:
 
 def _rooms(modules: Iterable[Any], mesh: DeviceMesh, agreement: Agreement) -> list[Room] | None:
     """Return memory of all ranks for their rows of the modules' weights; None where they can't read each other's."""
-    weights = {id(module.weight): module.weight for module in modules}
+    weights = {id(weight): weight for module in modules for weight in _cut_weights(module).values()}
     if not weights or mesh.device_type != "cpu":
         return None
     rank, ranks = mesh.get_local_rank(), mesh.size()
     rows = [(len(rows_of(len(x), ranks)[rank]), x) for x in weights.values()]
     return open_rooms(agreement, [count * x[0].nbytes for count, x in rows])
+
+
+def _cut_weights(module: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that ranks share by rows, by their own names. Biases of columns stay whole."""
+    columns = isinstance(module, (nn.Linear, nn.Embedding))
+    return {own: x for own, x in module._parameters.items() if x is not None and (own == "weight" or not columns)}
 
 
 def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
@@ -138,9 +155,15 @@ def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
         around = inside.get(id(module), [])
         linear = type(module) is nn.Linear and (module is head or (around and not _is_used_apart(name, around)))
         alone = not around and not name.endswith(".base_layer")  # of an adapter, which may read its weight
-        if (linear or (alone and _is_embedding(module))) and _is_plain(module, ranks):
+        if linear or (alone and _is_embedding(module)):
+            able = _is_plain(module) and bool(rows_of(len(module.weight), ranks)[-1])
+        else:
+            experts = bool(around) and are_experts(module) and not _is_used_apart(name, around)
+            able = experts and _is_plain(module) and adds_up(module, rows_of(module.num_experts, ranks))
+        if able:
             found[name] = module
-    return {name: module for name, module in found.items() if users[id(module.weight)] <= found.keys()}
+    weights = {name: _cut_weights(module).values() for name, module in found.items()}
+    return {name: found[name] for name, own in weights.items() if all(users[id(x)] <= found.keys() for x in own)}
 
 
 def _is_embedding(module: Any) -> bool:
@@ -150,12 +173,13 @@ def _is_embedding(module: Any) -> bool:
     return (kind is nn.Embedding or (scales and isinstance(module, nn.Embedding))) and module.max_norm is None
 
 
-def _is_plain(module: Any, ranks: int) -> bool:
-    """Return whether nothing is attached to a module, and each rank gets rows of its weight."""
-    weight = module.weight
-    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.is_floating_point()
+def _is_plain(module: Any) -> bool:
+    """Return whether nothing is attached to a module, and its weights are plain numbers."""
     attached = "forward" in vars(module) or any(True for _ in hooks_of(module))
-    return plain and not attached and not weight.is_meta and bool(rows_of(weight.shape[0], ranks)[-1])
+    return not attached and all(
+        type(x) is nn.Parameter and type(x.data) is Tensor and x.dtype in _DTYPES and not x.is_meta
+        for x in _cut_weights(module).values()
+    )
 
 
 def _is_used_apart(name: str, around: list[Any]) -> bool:
