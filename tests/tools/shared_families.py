@@ -28,7 +28,7 @@ from tests.support.conditioning import certain, margin_of_choices
 from tests.tools.families import DRAWS, PAGE, PROMPT, VOCABULARY, built, model_of
 
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-SAMPLED = GREEDY | {"do_sample": True, "top_k": 5, "temperature": 1.3}
+SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3}
 TURNS = (20, 3)  # further tokens of the later turns; the last one continues a saved cache
 
 
@@ -43,19 +43,24 @@ def ids_of(count: int, seed: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The text after ``ids``, which may hold the token of padding: a model may have written it."""
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY | options)
+
+
 def sampled(model: Any, **options: Any) -> torch.Tensor:
     """The text of a seed."""
     torch.manual_seed(3)
-    return model.generate(ids_of(PROMPT, 2), **SAMPLED, **options)
+    return generate(model, ids_of(PROMPT, 2), **SAMPLED, **options)
 
 
 def one_process(model: Any) -> list[torch.Tensor]:
     """The tokens after each turn, and those of a seed. No turn reuses keys."""
     # transformers' cache drops keys beyond a window that such a model's layers don't use.
     options = {"use_cache": model.config.model_type not in known.WITHOUT_WINDOW}
-    texts = [model.generate(ids_of(PROMPT, 2), **GREEDY, **options)]
+    texts = [generate(model, ids_of(PROMPT, 2), **options)]
     for count in TURNS:
-        texts.append(model.generate(torch.cat([texts[-1], ids_of(count, count)], 1), **GREEDY, **options))
+        texts.append(generate(model, torch.cat([texts[-1], ids_of(count, count)], 1), **options))
     return [*texts, sampled(model, **options)]
 
 
@@ -71,12 +76,12 @@ def over_ranks(model_type: str, seed: int, texts: list[torch.Tensor], folder: st
     shared = {id(x) for module in model._burst.shared.modules for x in module._parameters.values()}
     gathered = sum(sizes[n] for n, x in now.items() if n in sizes and isinstance(x, DTensor) and id(x) not in shared)
     cache = ShardedCache(model.config, timeout=60, prefill_chunk=64 if world % 2 == 0 else None)
-    found = [model.generate(text[:, :-4], past_key_values=cache, **GREEDY) for text in texts[:2]]
+    found = [generate(model, text[:, :-4], past_key_values=cache) for text in texts[:2]]
     if world == 2:
         cache.save(folder)
     else:
         cache = ShardedCache.load(folder, model.config, timeout=60)
-    found.append(model.generate(texts[2][:, :-4], past_key_values=cache, **GREEDY))
+    found.append(generate(model, texts[2][:, :-4], past_key_values=cache))
     found.append(sampled(model, past_key_values=ShardedCache(model.config, timeout=60)))
     return found, held / sum(sizes.values()), gathered / sum(sizes.values())
 
