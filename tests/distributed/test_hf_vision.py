@@ -22,6 +22,8 @@ LLAMA_4 = ("llama4",) if known.CACHE == "past_key_values" else ()
 # Layers share latents, and an indexer chooses their keys (transformers 5.24).
 MISTRAL_LARGE_4 = ("mistral_large4",) if "mistral_large4" in CONFIG_MAPPING else ()
 FAMILIES += MISTRAL_LARGE_4
+# Whose language model pools keys; of transformers 5.24.
+POOLED = ("glm5_next",) if "glm5_next" in CONFIG_MAPPING else ()
 BATCHES = {"images": images_and_text, "text alone": text, "videos": videos_and_text, "packed": packed}
 
 
@@ -48,7 +50,7 @@ SAVING, KEEPING = hf.Memory(recompute="layer", mlp_chunks=2), hf.Memory(recomput
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "qwen3_vl" else pytest.param(n, marks=pytest.mark.long) for n in (*FAMILIES, *LLAMA_4)]
+    "name", [n if n == "qwen3_vl" else pytest.param(n, marks=pytest.mark.long) for n in (*FAMILIES, *LLAMA_4, *POOLED)]
 )
 def test_equal_to_one_process(pools, name):
     judge(pools(3).run(against_stock, name))

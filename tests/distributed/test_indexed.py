@@ -13,17 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 from burst_attention import Mask, Strategy
-from burst_attention.attention.call import keep_attention
 from burst_attention.attention.footprint import LiveBytes
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.layers import indexed
 from burst_attention.integrations.hf.layers.attention_chunks import attend_in_chunks
 from burst_attention.kernels import chosen as kernel
-from burst_attention.testing import WorkerError, local_world
+from burst_attention.testing import local_world
 from tests.distributed.test_mesh import mesh_of, whole_gradients
 from tests.support import vision_models
 from tests.support.conditioning import certain, margin_of_choices
-from tests.support.hybrid_models import apart, certain_tokens, check_steps, one_process, tokens
+from tests.support.hybrid_models import apart, certain_tokens, one_process, tokens
 from tests.support.indexed_models import (
     CACHED,
     COUNT,
@@ -36,8 +35,18 @@ from tests.support.indexed_models import (
     make_indexed,
     noting_choices,
 )
+from tests.support.indexed_steps import (
+    DOCUMENTS,
+    GRADIENTS,
+    HIDDEN,
+    check,
+    checkpointed,
+    of_latents,
+    padded,
+    refused,
+    stepped,
+)
 
-HIDDEN, GRADIENTS = 1e-11, 1e-10
 BLOCKS = "minimax_m3_vl"
 EVERYDAY = ("deepseek_v32", "deepseek_v32" + HEADS, "glm_moe_dsa", BLOCKS, SHARING)
 sharing = pytest.mark.skipif(SHARING not in FAMILIES, reason="of transformers 5.24")
@@ -50,22 +59,10 @@ def families_but(*left_out):
     return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in both if x not in left_out]
 
 
-DOCUMENTS = (0, 3, 40, 41, 90)  # with fewer tokens than are chosen, too
-
-
-def check(model, world, documents, *, rows=1, layout="auto", prepare=None):
-    how = {"rows": rows, "layout": layout, "prepare": prepare, "hidden": HIDDEN, "gradients": GRADIENTS}
-    check_steps(model, world, documents, **how)
-
-
 @pytest.mark.parametrize("family", families_but())
 @pytest.mark.parametrize(("world", "layout"), [(1, "auto"), (2, "contiguous"), (3, "zigzag"), (4, "auto")])
 def test_one_sequence(family, world, layout):
     check(make_indexed(family), world, (0, 97), rows=2, layout=layout)
-
-
-def of_latents(model):
-    return [part for part in model.modules() if hasattr(part, "kv_b_proj") and hasattr(part, "indexer")]
 
 
 @pytest.mark.parametrize("family", families_but(BLOCKS))
@@ -161,23 +158,6 @@ def test_packed_documents(family, world, layout):
     check(make_indexed(family), world, DOCUMENTS, layout=layout)
 
 
-def padded(ids, side):
-    """Pad the second row of a batch."""
-    mask = torch.ones(2, 70, dtype=torch.long)
-    hidden = slice(0, 19) if side == "left" else slice(51, None)
-    mask[1, hidden] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    if side == "left":
-        labels[1, 19] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def stepped(model, batch, **options):
-    loss = model(**batch, **options).loss
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", families_but())
 def test_padding(family, side):
@@ -250,12 +230,6 @@ def test_blocks_are_counted_from_the_start_of_a_row():
 
     assert "lets queries see later keys" in refused(prefixed)
     assert "padding in front" in refused(call(attention_mask=mask))
-
-
-def checkpointed(model, *, keep=False):
-    model.train()
-    options = {"use_reentrant": False} | ({"context_fn": keep_attention} if keep else {})
-    model.gradient_checkpointing_enable(options)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -481,14 +455,6 @@ def test_weights_sharded_over_the_context_too(pools):
 
 def test_ranks_of_a_tensor_parallel_axis_take_the_choice_of_the_first(pools):
     check_mesh(pools, "glm_moe_dsa", (2, 2), LAYER, False, other_choices=True)
-
-
-def refused(function):
-    with local_world(2) as ranks, pytest.raises(WorkerError) as caught:
-        ranks.run(function)
-    assert all(type(error) is ValueError for error in caught.value.errors.values())
-    assert len(caught.value.errors) == 2
-    return str(caught.value.errors[0])
 
 
 def test_what_is_refused_by_name():

@@ -5,7 +5,7 @@ import importlib
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, GenerationMixin
+from transformers import CONFIG_MAPPING, GenerationMixin, GlmMoeDsaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.attention.plan import Plan
@@ -41,6 +41,13 @@ FAMILIES = {
 # Whose attention projects keys and values from latents, and those that a cache over ranks takes.
 LATENTS = [family for family in FAMILIES if family != "minimax_m3_vl"]
 CACHED = [family for family in FAMILIES if family != SHARING]
+# Of these the indexer pools keys; no cache over ranks holds them.
+POOL = 4  # tokens; with COUNT keys a query chooses among up to 24 pools
+_POOLED = {"num_hidden_layers": 5, "index_kpool": POOL, "qk_rope_head_dim": 0, "head_dim": 0, "num_key_value_heads": 4}
+_POOLED |= {"layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention", "indexed_attention"]}
+_POOLED |= {"indexer_types": ["full", "full", "shared", "full", "full"], "linear_num_heads": 2, "linear_head_dim": 8}
+_POOLED |= {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"], "hc_mult": 2, "hc_sinkhorn_iters": 3}
+POOLED = {"glm5_next": ("glm5_next_text", _POOLED)}
 
 
 HEADS = "-heads"  # of a family's name: with a latent that is larger than all heads, which are sent instead
@@ -50,19 +57,23 @@ def make_indexed(family, *, stock=False, **changes):
     """The same random weights each time. ``stock``: in transformers' module, whose norms and angles are in fp32."""
     if family.endswith(HEADS):
         family, changes = family.removesuffix(HEADS), {"kv_lora_rank": 96} | changes
-    kind, own = FAMILIES[family]
+    kind, own = (FAMILIES | POOLED)[family]
     config = families.tiny_config(kind, **_SIZES | {"max_position_embeddings": 4096} | own | changes)
     config._attn_implementation, config._experts_implementation, config.use_cache = "eager", "eager", False
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}") if stock else None
     module = families.double_module(family) if module is None else module
     made = next((each for name, each in vars(module).items() if name.endswith("ForCausalLM")), None)
+    if made is None and family in POOLED:
+        made = text_model(module)
     made = _with_head(module.MistralLarge4PreTrainedModel, module.MistralLarge4TextModel) if made is None else made
     torch.manual_seed(0)
     model = made(config).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
+            if name.endswith("dt_bias"):
+                parameter.uniform_(-5.0, -1.0, generator=generator)  # slow and fast decays
+            elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.15, generator=generator)
             elif name.endswith("softmax_scaling.bias"):
                 parameter.normal_(1, 0.3, generator=generator)
@@ -94,6 +105,25 @@ def _with_head(base, text):
             return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     return MistralLarge4ForCausalLM
+
+
+@functools.cache
+def text_model(module):
+    """The causal language model of GLM-5.3's text: transformers has it inside of a vision-language model alone."""
+
+    class Glm5NextTextForCausalLM(module.Glm5NextPreTrainedModel, GenerationMixin):
+        config: module.Glm5NextTextConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model, self.vocab_size = module.Glm5NextTextModel(config), config.vocab_size
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        forward = GlmMoeDsaForCausalLM.forward
+
+    Glm5NextTextForCausalLM.__module__ = module.__name__
+    return Glm5NextTextForCausalLM
 
 
 def noting_choices(model):

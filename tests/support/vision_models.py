@@ -56,6 +56,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _HALF},
     "glm5_next": {
         "text_config": {"num_key_value_heads": 4, "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": 0}
+        | {"linear_num_heads": 4, "linear_head_dim": 16}
     },
     "glm_ocr": {"text_config": _ROPE},
     "glmga": {"text_config": _ROPE},

@@ -547,5 +547,5 @@ def keep_attention() -> tuple[Any, Any]:
     """
     kept = torch.ops.burst_attention
     return create_selective_checkpoint_contexts(
-        [getattr(kept, x).default for x in ("attend", "choose", "attend_chosen")]
+        [getattr(kept, x).default for x in ("attend", "choose", "choose_between", "attend_chosen")]
     )

@@ -368,6 +368,20 @@ def choose(
     return chosen.positions_of(sums[Side.QUERY][0])
 
 
+@torch.library.custom_op("burst_attention::choose_between", mutates_args=())
+def choose_between(
+    q: Tensor, k: Tensor, weights: Tensor, first: Tensor, stop: Tensor, count: int, scale: float
+) -> Tensor:
+    """Choose each query's best of the keys ``first`` to ``stop`` - 1, as :func:`choose_keys` scores them.
+
+    All keys are here: k is [B, 1, keys, D], and the result int64 [B, S_local, count] has numbers of keys. weights are
+    in fp32; first and stop are int64 [S_local], on the CPU.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        found = chosen.choose_between(q, k, weights, first, stop, count, scale)
+    return chosen.positions_of(found)[:, 0]
+
+
 @torch.library.custom_op("burst_attention::attend_chosen", mutates_args=())
 def attend_chosen(
     q: Tensor,
@@ -440,6 +454,11 @@ def _number(plan: Plan) -> int:
 @choose.register_fake
 def _(q: Tensor, k: Tensor, weights: Any, handle: int, count: int, scale: float, size: int, local: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] if size else 1, q.shape[2], count), dtype=torch.int64)
+
+
+@choose_between.register_fake
+def _(q: Tensor, k: Tensor, weights: Tensor, first: Tensor, stop: Tensor, count: int, scale: float) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], count), dtype=torch.int64)
 
 
 @attend_chosen.register_fake

@@ -492,6 +492,11 @@ def _layers_of(config: Any) -> list[Layer]:
             f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
             f"state per layer; {_ALONE}"
         )
+    if getattr(config, "index_kpool", None) is not None:
+        raise ValueError(
+            f"index_kpool={config.index_kpool} of the configuration: an indexer that pools keys has no cache over "
+            f"ranks; {_ALONE}"
+        )
     modes = getattr(config, "kv_sharing_modes", None) or ()  # "store": layers that would share, if others reused
     if getattr(config, "num_kv_shared_layers", None) or not {*modes} <= {None, "store"}:
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")

@@ -11,10 +11,12 @@ order in which keys arrive: of equal scores, the lower position is greater.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ _ROWS, _COLUMNS = SCORE_ROWS, 8192  # of a block of scores
 _GATHERED = 1 << 24  # bytes of gathered keys and values of a block of queries
 _DENSE = DENSE
 _SCORES = 1 << 20  # scores of a block of queries and all keys
+
+_Block: TypeAlias = tuple[slice, slice, Callable[[Tensor], Any]]  # queries, keys, and what hides some pairs' candidates
 
 
 def candidates(scores: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
@@ -68,20 +72,51 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, tiles: Tile
         weights: fp32 [B, H, Sq].
         tiles: which keys each query sees.
     """
+    blocks = ((*_slices(tile), partial(_hide, tile=tile, value=NONE)) for tile in _blocks(tiles, _ROWS, _COLUMNS))
+    return _best_of_blocks(q, k, weights, positions, blocks, count, scale)
+
+
+def choose_between(
+    q: Tensor, k: Tensor, weights: Tensor, first: Tensor, stop: Tensor, count: int, scale: float
+) -> Tensor:
+    """As :func:`choose`, of the keys ``first`` to ``stop`` - 1 of each query. Their positions are their numbers.
+
+    ``first``, ``stop``: int64 [Sq], on the CPU.
+    """
+    positions = torch.arange(k.shape[2], device=k.device)
+    return _best_of_blocks(q, k, weights, positions, _blocks_between(first, stop, q.device), count, scale)
+
+
+def _blocks_between(first: Tensor, stop: Tensor, device: torch.device) -> Iterator[_Block]:
+    """Yield blocks of the keys that some query sees, cut as :func:`_blocks` cuts them."""
+    for at in range(0, len(first), _ROWS):
+        rows = slice(at, min(at + _ROWS, len(first)))
+        low, high = (x[rows].to(device, non_blocking=True).unsqueeze(1) for x in (first, stop))
+        last = int(stop[rows].max())
+        for column in range(int(first[rows].min()), last, _COLUMNS):
+            columns = slice(column, min(column + _COLUMNS, last))
+            places = torch.arange(columns.start, columns.stop, device=device)
+            hidden = (places < low) | (places >= high)
+            yield rows, columns, partial(Tensor.masked_fill_, mask=hidden, value=NONE)
+
+
+def _best_of_blocks(
+    q: Tensor, k: Tensor, weights: Tensor, positions: Tensor, blocks: Iterable[_Block], count: int, scale: float
+) -> Tensor:
     found = q.new_full((q.shape[0], 1, q.shape[2], count), NONE, dtype=torch.int64)
     keys, room = k[:, 0].float().mT, q.new_empty(2, 0, dtype=torch.float32)
-    for tile in _blocks(tiles, _ROWS, _COLUMNS):
-        rows, columns, size = *_slices(tile), tile.rows * tile.columns * q.shape[0]
-        if room.shape[1] < size:
-            room = room.new_empty(2, size)
-        scores, total = room[:, :size].view(2, q.shape[0], tile.rows, tile.columns)
+    for rows, columns, hide in blocks:
+        shape = q.shape[0], rows.stop - rows.start, columns.stop - columns.start
+        if room.shape[1] < math.prod(shape):
+            room = room.new_empty(2, math.prod(shape))
+        scores, total = room[:, : math.prod(shape)].view(2, *shape)
         for head in range(q.shape[1]):  # all heads at once would hold as many blocks of scores
             scores.baddbmm_(q[:, head, rows].float(), keys[..., columns], beta=0, alpha=scale).relu_()
             factor = weights[:, head, rows, None]
             total = torch.mul(scores, factor, out=total) if head == 0 else total.addcmul_(scores, factor)
-        joined = found.new_empty(q.shape[0], tile.rows, count + tile.columns)
+        joined = found.new_empty(*shape[:2], count + shape[2])
         joined[..., :count] = found[:, 0, rows]
-        _hide(candidates(total, positions[columns], out=joined[..., count:]), tile, NONE)
+        hide(candidates(total, positions[columns], out=joined[..., count:]))
         found[:, 0, rows] = best(joined, count)
     return found
 

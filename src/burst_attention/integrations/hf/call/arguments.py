@@ -106,6 +106,8 @@ def has_no_effect(model: Any, name: str, value: Any) -> bool:
     """Return whether an argument asks for what the model does anyway, so that it can be dropped."""
     if name == "is_causal":
         return bool(value == model._burst.plans.causal)
+    if forwards.drops(model, name):
+        return True
     return forwards.is_default(name, value, stock_class(model).forward, stock_class(text_of(model)).forward)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ..classes import stock_class
 from ..reading.forwards import body_name, is_default, parameters_in, taker_of
@@ -44,7 +43,8 @@ def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
 def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """Compute the auxiliary loss of a mixture of experts from each layer's logits [tokens, experts]."""
     head = next(name for name, child in model.named_children() if child is model.get_output_embeddings())
-    body = MoeModelOutputWithPast(last_hidden_state=router_logits[0].new_zeros(1, 1, 1), router_logits=router_logits)
+    body = Output(router_logits[0].new_zeros(1, 1, 1))
+    body.router_logits = router_logits
     twin = twin_of(model, {body_name(model): lambda **_: body, head: lambda hidden: hidden})
     return twin.forward(attention_mask=attention_mask, output_router_logits=True).aux_loss
 
@@ -134,10 +134,11 @@ class StandIn:
 
 
 class Output(tuple):
-    """A body's output: ``[0]``, ``last_hidden_state`` and ``logits`` are one tensor, other attributes None."""
+    """A body's output: ``[0]``, ``last_hidden_state`` and ``logits`` are one tensor, other attributes None or given."""
 
     last_hidden_state: Tensor
     logits: Tensor
+    router_logits: Any
 
     def __new__(cls, first: Tensor) -> Output:
         self = super().__new__(cls, (first,))

@@ -110,7 +110,7 @@ def run(model: Any, call: Call) -> Any:
     setattr(inner, _CALL, call)
     try:
         if around is not model:
-            return around(**batch, **whole)
+            return around(**batch, **whole, **({"output_router_logits": True} if call.router else {}))
         twin = twin_of(model, {name: StandIn(getattr(model, name), lambda **inputs: Output(inner(**inputs)[0]))})
         return Output(twin.forward(**batch, **whole).logits)
     finally:

@@ -24,7 +24,7 @@ from .attention_chunks import InHeadChunks, attend_in_chunks
 from .by_hand import ByHand, check_running, mark_attended
 from .checks import UNSTATED, MaskRequest
 from .dealt import Step
-from .indexed import IndexedAttention, attend_to_latents, to_chosen_rows
+from .indexed import Choice, IndexedAttention, attend_to_latents, to_chosen_rows
 
 
 def register() -> None:
@@ -87,6 +87,8 @@ class Attention:
         options |= {} if softcap is None else {"softcap": softcap}
         options |= {} if s_aux is None else {"sinks": s_aux}
         indices = block_indices if indices is None else indices
+        if isinstance(attention_mask, Choice):
+            indices, attention_mask = attention_mask.indices, None
         if indices is not None:
             options, attend = options | {"indices": indices}, _to_chosen if attend is burst_attention else attend
         weight = None

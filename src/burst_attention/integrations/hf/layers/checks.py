@@ -12,10 +12,12 @@ import torch
 
 from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
+from burst_attention.plan.mask import Mask
 
 from ..reading import Reading
 from ..reading.configs import dropouts_of
 from ..reading.known import names
+from ..reading.models import check_tail
 from ..running import RunningPlans
 
 UNSTATED: Any = object()
@@ -32,8 +34,8 @@ _REFUSED = {
 # Keywords that models pass on to the attention but that don't change its result.
 # (deterministic: torch.use_deterministic_algorithms decides on the order of sums).
 _BENIGN = names(
-    "deterministic use_cache cache_position output_hidden_states output_router_logits num_items_in_batch return_dict "
-    "shift_labels"
+    "deterministic use_cache cache_position input_ids output_hidden_states output_router_logits num_items_in_batch "
+    "return_dict shift_labels"
 )
 
 
@@ -180,6 +182,16 @@ def check_blocks(module: torch.nn.Module, plans: Any) -> None:
         raise ValueError(
             f"the batch has packed documents, but the indexer of {type(module).__name__} counts blocks from the start "
             "of a row; give each document a row"
+        )
+
+
+def check_pools(module: torch.nn.Module, plan: Plan) -> None:
+    """Refuse all masks but the causal one of documents for an indexer of pools of keys, and queries without a key."""
+    check_tail(module)
+    if plan.mask != Mask(cu_seqlens=plan.mask.cu_seqlens):
+        raise ValueError(
+            f"the mask {plan.mask} may cut pools of keys, but {type(module).__name__} chooses whole ones; use a causal "
+            "mask of documents alone"
         )
 
 

@@ -34,6 +34,7 @@ from . import checks
 from .dealt import Step, passed
 from .indexed import IndexedAttention, Indexer
 from .own_attention import OwnAttention
+from .pooled import PooledIndexer
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 # Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
@@ -57,6 +58,8 @@ def _mixin_of(part: Part) -> type[Converted] | None:
     """Return the mixin of a part whose class must change."""
     if isinstance(part.module, GradientCheckpointingLayer):
         return _Layer if any(map(_reads_plans, part.inside)) else None
+    if part.kind is Kind.INDEXER and known.pools_keys(part.module):
+        return PooledIndexer
     return _MIXINS.get(part.kind)
 
 

@@ -58,6 +58,13 @@ class _SharedLatents:
         self.stored[kind, self.layer] = latents
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What an attention gets in place of a mask. ``indices``: int64 or int32 [B, S_local, count], as other layers'."""
+
+    indices: Tensor
+
+
 class IndexedAttention(Converted):
     """An attention to the keys of an indexer. Its own code cuts a mask for the indexer, so it needs one."""
 
@@ -76,6 +83,12 @@ class IndexedAttention(Converted):
     def expand_kv(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Return both unchanged while it runs on shards, else its keys and values of all heads."""
         return (latent, rotary) if self.keeps_latent() else self.expanded(latent, rotary)
+
+    def build_attention_mask_from_topk(self, topk_indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the choice itself, in place of a mask made of it, while it runs on shards."""
+        stock: Any = super()
+        alone = running_plans(self) is ALONE
+        return stock.build_attention_mask_from_topk(topk_indices, *args, **kwargs) if alone else Choice(topk_indices)
 
     def expanded(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [B, H, S, D] and values [B, H, S, Dv] as the stock layer computes them."""
@@ -116,6 +129,9 @@ def indexed_layers(model: Any) -> list[Indexed | None]:
 
     None: it attends to all keys that it sees. ``burst_attention.attention.chosen_bytes`` takes the others. A "shared"
     layer, which has no indexer, takes the choice of the layer before, and so its number of keys.
+
+    Raises:
+        ValueError: an indexer pools keys (GLM-5.3).
     """
     found: list[Indexed | None] = []
     count = 0
@@ -125,6 +141,11 @@ def indexed_layers(model: Any) -> list[Indexed | None]:
             continue
         indexer = getattr(module, "indexer", None)
         sizes: dict[str, Any] = {}
+        if indexer is not None and known.pools_keys(indexer):
+            raise ValueError(
+                f"{type(indexer).__name__} pools keys (index_kpool={indexer.index_kpool}), and what it sends and "
+                "computes is not predicted"
+            )
         if indexer is not None:
             block = getattr(indexer, "block_size", 0)
             count = indexer.topk_blocks * block if block else indexer.index_topk
@@ -198,6 +219,18 @@ class Indexer(Converted):
         with _IndexerCall(self, plan, hidden.shape[1]):
             return super().forward(*args, **kwargs)
 
+    def columns(self, plan: Plan | Step) -> int:
+        """Return the number of keys that it scores."""
+        return plan.schedule.span if isinstance(plan, Plan) else plan.span
+
+    def choose(self, plan: Plan | Step, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:
+        """Choose over all ranks, by :func:`choose_keys` with weights, else by :func:`choose_blocks`."""
+        if isinstance(plan, Step):
+            return plan.choose(q, keys, weights, **how)
+        if weights is None:
+            return choose_blocks(q, keys, plan, **how)
+        return choose_keys(q, keys, weights, plan, **how)
+
 
 class _IndexerCall(TorchFunctionMode):
     """One call of an indexer. While its forward runs, a stand-in replaces the product of queries and keys."""
@@ -205,7 +238,7 @@ class _IndexerCall(TorchFunctionMode):
     def __init__(self, module: Any, plan: Plan | Step, length: int) -> None:
         super().__init__()
         self.module, self.plan, self.length = module, plan, length
-        self.span = plan.schedule.span if isinstance(plan, Plan) else plan.span
+        self.span = module.columns(plan)
         self._done = False  # products inside of the choice are not the indexer's
         self._widened: dict[int, tuple[Tensor, Tensor]] = {}  # what ``float`` made of tensors in half precision
 
@@ -241,14 +274,9 @@ class _IndexerCall(TorchFunctionMode):
         return half.view(x.shape) if same and half is not None else x
 
     def choose(self, q: Tensor, keys: Tensor, weights: Tensor | None, **how: Any) -> Tensor:
-        """Choose over all ranks, by :func:`choose_keys` with weights, else by :func:`choose_blocks`."""
+        """Let the module choose."""
         self._done = True
-        if isinstance(self.plan, Step):
-            found = self.plan.choose(q, keys, weights, **how)
-        elif weights is None:
-            found = choose_blocks(q, keys, self.plan, **how)
-        else:
-            found = choose_keys(q, keys, weights, self.plan, **how)
+        found: Tensor = self.module.choose(self.plan, q, keys, weights, **how)
         axis = getattr(self.module, "burst_axis", None)
         return found if axis is None else tensor_parts.of_first(found, axis)
 
@@ -275,6 +303,10 @@ class _Scores(Recorded):
         batch, length, heads, _ = self.q.shape
         return (batch, length, *(() if self.weights is not None else (heads,)), self.call.span)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
     def __mul__(self, factor: Any) -> Any:
         fixed = isinstance(factor, (int, float)) and factor > 0 and self.weights is None
         return replace(self, scale=self.scale * factor) if fixed else self._unknown("multiplies")
@@ -282,6 +314,12 @@ class _Scores(Recorded):
     def __add__(self, mask: Any) -> Any:
         known = isinstance(mask, MaskRequest) and self.weights is not None
         return replace(self, masked=True) if known else self._unknown("adds to")
+
+    def masked_fill(self, hidden: Any, value: float) -> Any:
+        """Hide what a stand-in says."""
+        known = isinstance(hidden, Recorded) and hidden.hides and self.weights is not None
+        known = known and value == torch.finfo(self.dtype).min
+        return replace(self, masked=True) if known else self._unknown("fills")
 
     def squeeze(self, dim: int) -> Any:
         """Drop the dim of the heads, over which the weights have summed."""

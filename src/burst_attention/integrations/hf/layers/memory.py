@@ -99,6 +99,11 @@ class Memory:
 
     def _split_heads(self, attentions: list[Part]) -> None:
         """Let attentions compute their heads in chunks; raise ValueError if one can't."""
+        if pooling := next((x for part in attentions for x in part.inside if known.pools_keys(x.module)), None):
+            raise ValueError(
+                f"attention_chunks={self.attention_chunks} is not supported for {pooling}, which pools keys; leave it "
+                "out"
+            )
         of_choices = any(part.kind is Kind.INDEXED for part in attentions)
         if attentions and not of_choices and self.recompute == "keep-attention":
             raise ValueError(

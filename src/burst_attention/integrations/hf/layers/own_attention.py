@@ -117,7 +117,12 @@ def unknown(module: Any, what: str) -> ValueError:
 
 
 class Recorded:
-    """A stand-in for scores. It records what torch functions make of it, or raises an error."""
+    """A stand-in for scores, or for their mask. It records what torch functions make of it, or raises an error."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether it stands for the pairs whose scores the plan's mask hides."""
+        return False
 
     def changed_by(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function makes of the stand-in."""

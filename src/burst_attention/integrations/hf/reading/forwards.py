@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Mapping
@@ -63,6 +64,15 @@ def is_default(name: str, value: Any, *forwards: Any) -> bool:
     return plain and any(
         each is not None and type(each.default) is type(value) and each.default == value for each in named
     )
+
+
+def drops(model: Any, name: str) -> bool:
+    """Return whether transformers' forward of a model takes types of tokens by this name, but never reads them."""
+    code = stock_forward(model)
+    if code is None or not name.endswith("_token_type_ids") or name not in code.co_varnames:
+        return False
+    reads = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
+    return not any(name in each if isinstance(each, tuple) else name == each for each in reads)
 
 
 def has_stock_forward(model: Any) -> bool:

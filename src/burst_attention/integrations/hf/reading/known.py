@@ -49,7 +49,7 @@ _MAMBA_1 = _SCAN | {"mamba_inner_fn"}
 _DECAYS = names("slope_rate query_decay key_decay diagonal_decay")  # attributes, not kernels
 # Mechanisms, as docs/models.md names them, which names of KERNELS and _DECAYS a forward uses, and the classes.
 _MECHANISMS = (
-    ("Kimi delta", _KIMI_DELTA, "BailingHybridDeltaAttention KimiLinearDeltaAttention"),
+    ("Kimi delta", _KIMI_DELTA, "BailingHybridDeltaAttention Glm5NextTextLinearAttention KimiLinearDeltaAttention"),
     ("Mamba 2", _MAMBA_2, "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer"),
     ("Mamba 2", _MAMBA_2, "NemotronHMamba2Mixer Zamba2MambaMixer"),
     ("Mamba 1", _MAMBA_1, "FalconMambaMixer MambaMixer"),
@@ -86,7 +86,7 @@ SCORES = names(
     """
 )
 # Attentions whose indexer chooses keys, by the start of the names of their classes (``indexed``).
-_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL MistralLarge4Text")
+_INDEXED = names("AXK2 DeepseekV32 Dots3NoteText Glm5NextText GlmMoeDsa HYV4 HYV4VL MiniMaxM3VL MistralLarge4Text")
 _WIDE_KEYS = ("Dots3NoteTextIndexer",)  # indexers that rotate their keys by angles in fp32, and so send them in fp32
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 # Embeddings whose forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
@@ -112,8 +112,8 @@ _READ = (
     AXK1TopkRouter AXK2TopkRouter AfmoeTokenChoiceRouter BailingHybridTopkRouter BeamTopKRouter Cohere2MoeTopKRouter
     DbrxFFN DeepseekV2TopkRouter DeepseekV32TopkRouter DeepseekV3TopkRouter Dots1TopkRouter Dots3NoteTextTopkRouter
     Ernie4_5_MoeTopKRouter ExaoneMoeTopkRouter Glm4MoeLiteTopkRouter Glm4MoeTopkRouter Glm4vMoeTextTopkRouter
-    GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter HunYuanMoEV1Gate
-    KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter
+    Glm5NextTextTopkRouter GlmMoeDsaTopkRouter GptOssTopKRouter HYV3TopKRouter HYV4TopkRouter HYV4VLTopkRouter
+    HunYuanMoEV1Gate KimiLinearTopkRouter Kolibri1TopKRouter Lfm2MoeTopKRouter Llama4Router LongcatFlashTopkRouter
     MiMoV2FlashTopkRouter MiniMaxM2TopKRouter MiniMaxM3VLTopKRouter Mistral4TopkRouter MistralLarge4TextTopkRouter
     NemotronHTopkRouter SolarOpenTopkRouter Step3p7TopKRouter UnlimitedOcrTextTopkRouter
     """,
@@ -144,7 +144,9 @@ _READ = (
     ("index", "AXK2Attention DeepseekV32Attention Dots3NoteTextAttention GlmMoeDsaAttention HYV4Attention"),
     ("index", "HYV4VLAttention MistralLarge4TextAttention"),
     # Over the copies of the stream.
-    ("sum", "HYV4HyperConnection HYV4HyperHead HYV4VLHyperConnection HYV4VLHyperHead"),
+    ("sum", "Glm5NextTextHyperConnection HYV4HyperConnection HYV4HyperHead HYV4VLHyperConnection HYV4VLHyperHead"),
+    ("matmul transpose", "Glm5NextTextDecoderLayer"),
+    ("mean", "Glm5NextTextHyperHead"),
     ("cat einsum index pad", "BigBirdModel"),  # of masks
 )
 REVIEWED: Mapping[str, frozenset[str]] = {
@@ -164,7 +166,6 @@ REFUSED_PARTS: Mapping[str, str] = {
     "CpmAntModel": "adds biases by position to its attention scores, which no kernel here takes",
     "DogeAttention": "makes its mask from the values of the keys that it gets",
     "FalconAttention": _ALIBI,
-    "Glm5NextTextIndexer": "chooses among sums of groups of keys, which cross the shards' borders",
     "MptAttention": _ALIBI,
     "MusicgenDecoder": _CODEBOOKS,
     "MusicgenMelodyDecoder": _CODEBOOKS,
@@ -287,6 +288,11 @@ def is_indexed(module: nn.Module) -> bool:
 def is_indexer(module: nn.Module) -> bool:
     """Return whether a module is a known indexer."""
     return _starts_a_name(module, "Indexer")
+
+
+def pools_keys(module: nn.Module) -> bool:
+    """Return whether an indexer chooses among keys that it makes of groups of tokens."""
+    return hasattr(module, "index_kpool")
 
 
 def has_wide_keys(module: nn.Module) -> bool:

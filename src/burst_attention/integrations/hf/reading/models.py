@@ -77,6 +77,8 @@ def check_parts(reading: Reading, body: Reading, layout: str) -> None:
     structure.check_structure(body)
     structure.check_exchanges(body)
     _check_blocks(body, text)
+    for part in body.of(Kind.INDEXER):
+        check_tail(part.module)
     attached.check_random(reading, body, dropout=False)
 
 
@@ -99,6 +101,15 @@ def _check_blocks(body: Reading, config: Any) -> None:
                 f"index_n_heads={indexer.num_heads} of the configuration is not num_key_value_heads="
                 f"{config.num_key_value_heads}, and each key-value head needs its own choice; make them equal"
             )
+
+
+def check_tail(indexer: Any) -> None:
+    """Refuse an indexer of pools of keys (GLM-5.3) with queries that see none."""
+    if known.pools_keys(indexer) and indexer.index_kpool > 1 and not indexer.index_kpool_always_select_tail:
+        raise ValueError(
+            f"index_kpool_always_select_tail=False leaves the first {indexer.index_kpool - 1} tokens without a "
+            "key, and transformers then averages the values of all, later ones too; set it to True"
+        )
 
 
 def attention_windows(model: Any) -> list[Reach]:
