@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.transport import Transport
@@ -116,6 +116,13 @@ def watch(model):
     return model.register_forward_hook(turn_round)
 
 
+def turned_round(model, *args, **kwargs):
+    """What a class may have in place of ``nn.Module.__call__``."""
+    out = nn.Module.__call__(model, *args, **kwargs)
+    out.logits = -out.logits
+    return out
+
+
 # What reads or changes logits, each so that it matters, by arguments of ``generate``.
 READERS = {
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
@@ -148,6 +155,13 @@ def read():
     hook, cache = watch(model), ShardedCache(model.config, timeout=30)
     found["a hook"] = searched(model, cache, ids_of(70))
     hook.remove()
+    for name, *how in (
+        ("another package", GenerationMixin, "_get_logits_processor", lambda *_, **__: LogitsProcessorList([Shifts()])),
+        ("a call of its own", type(model), "__call__", turned_round),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*how)
+            found[name] = searched(model, ShardedCache(model.config, timeout=30), ids_of(70))
     found["nothing"] = searched(model, ShardedCache(model.config, timeout=30), ids_of(70), temperature=0.3, top_k=2)
     return found
 
@@ -155,7 +169,8 @@ def read():
 def test_what_reads_logits_gets_them(pools):
     model, ids = made("llama", "eager"), ids_of(70)
     expected = {name: model.generate(ids, **PLAIN | how) for name, how in READERS.items()}
-    expected["by position"] = expected["a hook"] = expected["logits_processor"]
+    changed = ("by position", "a hook", "another package", "a call of its own")
+    expected |= dict.fromkeys(changed, expected["logits_processor"])
     plain = expected["nothing"] = model.generate(ids, **PLAIN)
     for found in pools(2).run(read):
         for name, (tokens, heads) in found.items():

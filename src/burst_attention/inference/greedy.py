@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessorList
 
 from burst_attention.integrations.hf.reading import forwards, known
 from burst_attention.integrations.hf.reading.attached import origin_of
@@ -43,11 +43,13 @@ NEUTRAL: Mapping[str, Any] = {
 }
 # Keywords of ``generate`` that are no settings.
 INPUTS = known.names("inputs input_ids attention_mask position_ids generation_config streamer tokenizer")
-# Methods that get logits, or decide who gets them.
+# Methods that get logits, or decide who gets them. A model's own may not differ from GenerationMixin's, and no package
+# but these may have put code in the place of any, nor in front of the model's call.
 LOOP = known.names(
     "generate _sample _prefill _get_logits_processor _get_stopping_criteria _merge_criteria_processor_list "
     "_update_model_kwargs_for_generation"
 )
+_PACKAGES = ("transformers", "torch", "burst_attention")
 
 
 class NextToken(int):
@@ -66,14 +68,12 @@ def takes_argmax(model: Any, settings: Any, values: Mapping[str, Any]) -> bool:
     read = (name for name, value in vars(settings).items() if name[0] != "_" and not _is_neutral(name, value))
     kept = INPUTS | {*known.CACHES} | vars(settings).keys()
     given = (name for name, value in values.items() if name not in kept and not _is_nothing(value))
-    stock = all(getattr(model.stock_class, x, None) is getattr(GenerationMixin, x, None) for x in LOOP)
     return (
         not any(read)
         and not any(given)
         and "logits_to_keep" not in values
         and "logits_to_keep" in forwards.parameters_of(model.stock_class.forward)
-        and stock
-        and not LOOP & vars(model).keys()
+        and _is_stock(model)
         and not _is_watched(model)
     )
 
@@ -92,7 +92,24 @@ def _is_nothing(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, list) and not value)
 
 
+def _is_stock(model: Any) -> bool:
+    """Return whether the code that gets a step's logits is that of transformers."""
+    calls = {*LOOP, "__call__", "forward"}
+    found = [vars(kind)[name] for kind in type(model).__mro__ for name in calls & vars(kind).keys()]
+    return (
+        all(getattr(model.stock_class, x, None) is getattr(GenerationMixin, x, None) for x in LOOP)
+        and not calls & vars(model).keys()
+        and all(map(_is_of_packages, [*found, LogitsProcessorList.__call__]))
+    )
+
+
+def _is_of_packages(function: Any) -> bool:
+    """Return whether the code of a function, and of what it wraps, comes from packages that only pass logits on."""
+    inside = getattr(function, "__wrapped__", None)
+    return known.within(origin_of(function), _PACKAGES) and (inside is None or _is_of_packages(inside))
+
+
 def _is_watched(model: Any) -> bool:
     """Return whether something sees what the model returns. FSDP2's hooks only gather and free weights."""
     hooks = [*model._forward_hooks.values(), *nn.modules.module._global_forward_hooks.values()]
-    return "forward" in vars(model) or any(not known.within(origin_of(x), ["torch.distributed"]) for x in hooks)
+    return any(not known.within(origin_of(x), ["torch.distributed"]) for x in hooks)
