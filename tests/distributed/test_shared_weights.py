@@ -189,7 +189,8 @@ def test_tokens_and_logits_equal_one_process(pools, name, count, rows, world, ap
         if world > 1:
             assert bool(gathered) == by_fsdp
             assert bool(gathered) == (name in GATHERED), gathered
-            assert not any(".experts." in key for key in gathered), "each token gathers experts"
+            # An adapter of the experts' layers is on the experts of a mixture, too.
+            assert name in CHANGED or not any(".experts." in key for key in gathered), "each token gathers experts"
 
 
 # Other mixtures of docs/models.md that generate.
