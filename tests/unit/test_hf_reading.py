@@ -8,7 +8,7 @@ from torch import nn
 
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.layers import converted
-from burst_attention.integrations.hf.reading import Kind, read
+from burst_attention.integrations.hf.reading import Kind, forwards, read
 from burst_attention.testing import local_world
 from tests.support.hf_models import make_model
 from tests.tools import families
@@ -59,3 +59,21 @@ def test_a_changed_model_is_walked_once_for_all_checks():
     with local_world(2) as ranks:
         ranks.run(rank)
     assert walked == [models[0], models[0].model]
+
+
+def reads(input_ids, mm_token_type_ids=None):
+    return input_ids + mm_token_type_ids
+
+
+def reads_inside(input_ids, mm_token_type_ids=None):
+    return [input_ids + each for each in (lambda: mm_token_type_ids)()]
+
+
+def never_reads(input_ids, mm_token_type_ids=None):
+    return input_ids
+
+
+@pytest.mark.parametrize(("forward", "dropped"), [(reads, False), (reads_inside, False), (never_reads, True)])
+def test_types_of_tokens_are_dropped_only_where_no_code_reads_them(forward, dropped):
+    with mock.patch.object(forwards, "stock_forward", lambda model: forward.__code__):
+        assert forwards.drops(None, "mm_token_type_ids") is dropped

@@ -71,6 +71,8 @@ def drops(model: Any, name: str) -> bool:
     code = stock_forward(model)
     if code is None or not name.endswith("_token_type_ids") or name not in code.co_varnames:
         return False
+    if name in code.co_cellvars:  # a function inside reads it
+        return False
     reads = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST"))
     return not any(name in each if isinstance(each, tuple) else name == each for each in reads)
 
