@@ -281,7 +281,7 @@ def test_memory_options(family, recompute):
 
 
 def with_heads(family, heads, key_heads=None):
-    """A model with so many heads in all layers; those of keys are of blocks alone."""
+    """A model with this number of heads in all layers. The number of key heads matters to blocks alone."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads or heads}
     if family.removesuffix(HEADS) == "dots3_note":
         sizes |= {"swa_num_attention_heads": heads, "swa_num_key_value_heads": heads}

@@ -435,8 +435,8 @@ def cut_weight(weight: nn.Parameter, mesh: DeviceMesh, own: Tensor | None = None
         own = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     else:
         own.copy_(part)
-    # of a contiguous whole
-    shape: dict[str, Any] = {"shape": weight.shape, "stride": torch.empty(weight.shape, device="meta").stride()}
+    contiguous = torch.empty(weight.shape, device="meta").stride()
+    shape: dict[str, Any] = {"shape": weight.shape, "stride": contiguous}
     return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **shape), weight.requires_grad)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burst_attention.integrations.hf.classes import stock_class
 
@@ -81,6 +81,7 @@ def width_of(experts: Any) -> int:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which results of experts are added: fp32, or fp64 of fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -97,6 +98,6 @@ def using(module: Any, weights: Mapping[str, Tensor], **attributes: Any) -> Iter
         vars(module).update(before)
 
 
-def weights_of(module: Any) -> Weights:
+def weights_of(module: Any) -> dict[str, nn.Parameter]:
     """Return a module's own parameters."""
     return {own: x for own, x in module._parameters.items() if x is not None}

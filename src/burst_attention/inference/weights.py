@@ -28,7 +28,7 @@ from burst_attention.integrations.hf.reading.attached import hooks_of
 from burst_attention.integrations.hf.tensor import axis
 
 from .columns import Shared, cut_weight, rows_of, transport_for
-from .experts import adds_up, are_experts
+from .experts import adds_up, are_experts, weights_of
 from .in_place import Room, open_rooms
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -135,8 +135,8 @@ def _rooms(modules: Iterable[Any], mesh: DeviceMesh, agreement: Agreement) -> li
 
 def _cut_weights(module: Any) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that ranks share by rows, by their own names. Biases of columns stay whole."""
-    columns = isinstance(module, (nn.Linear, nn.Embedding))
-    return {own: x for own, x in module._parameters.items() if x is not None and (own == "weight" or not columns)}
+    own = weights_of(module)
+    return {"weight": own["weight"]} if isinstance(module, (nn.Linear, nn.Embedding)) else own
 
 
 def _sharable(model: Any, layers: list[Any], ranks: int) -> dict[str, Any]:
