@@ -20,6 +20,7 @@ from tests.support.hf_models import HEADS, MIXED, MODELS, SMALL, VOCABULARY, WHO
 from tests.support.hybrid_models import FAMILIES, make_hybrid
 from tests.support.indexed_models import FAMILIES as INDEXED
 from tests.support.indexed_models import make_indexed
+from tests.support.vision_models import IMAGE, build
 from tests.tools import families
 from tests.tools.families import model_class
 
@@ -43,6 +44,9 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "glm4_moe": EXPERTS | {"first_k_dense_replace": 1},
 }
+VISION = "-vision"  # of the name of a model that takes images, too
+# Each layer keeps its own keys.
+OWN_CACHE = {"mistral_large4": {"kv_source_layers": None, "no_rope_layers": [1, 1, 0, 1]}}
 
 
 @functools.cache
@@ -54,6 +58,13 @@ def model_of(name, implementation="burst"):
         indexed.set_attn_implementation(implementation)
         indexed.config.use_cache = indexed.generation_config.use_cache = True
         return indexed
+    if name.endswith(VISION):
+        hf.register()
+        kind = name.removesuffix(VISION)
+        text = {"max_position_embeddings": POSITIONS} | OWN_CACHE.get(kind, {})
+        seeing = build(kind, implementation=implementation, **text).eval()
+        seeing.get_output_embeddings().weight.data[IMAGE:] = 0  # so that it says no placeholder of an image
+        return seeing
     if name in FAMILIES:
         hf.register()
         hybrid = make_hybrid(

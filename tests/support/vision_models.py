@@ -85,9 +85,14 @@ _OWN: dict[str, dict[str, Any]] = {
 PARTS = ("vision_config", "audio_config", "vq_config", "qformer_config", "perceiver_config", "image_config")
 
 
-def build(model_type: str, dtype: torch.dtype = torch.float64, implementation: str = "eager") -> PreTrainedModel:
-    """The same random weights each time; larger than at a first step, so that every part shows."""
-    config = tiny_config(model_type)
+def build(
+    model_type: str, dtype: torch.dtype = torch.float64, implementation: str = "eager", **text: Any
+) -> PreTrainedModel:
+    """The same random weights each time; larger than at a first step, so that every part shows.
+
+    ``text``: other settings of the language model.
+    """
+    config = tiny_config(model_type, **text)
     kind: Any = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
     config._attn_implementation = implementation
     for each in [config, *(getattr(config, name, None) for name in ("text_config", *PARTS))]:
@@ -108,7 +113,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float64, implementation: s
     return model if next(model.parameters()).device.type == "meta" else families.moved(model)
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, **settings: Any) -> Any:
     """The family's default configuration with a small language model and small towers."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
@@ -117,7 +122,7 @@ def tiny_config(model_type: str) -> Any:
     text = default.get_text_config(decoder=True)
     if text is not default:
         name = next(each for each in ("text_config", "llm_config", "decoder") if getattr(default, each, None) is text)
-        given[name] = _tiny_text(text) | own.pop(name, {})
+        given[name] = _tiny_text(text) | own.pop(name, {}) | settings
     for name in PARTS:
         part = getattr(default, name, None)
         if part is None and name == "vision_config":

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.attention.batch import Plans, digest_of, mask_of
-from burst_attention.integrations.hf.call import arguments, heads, stub_forward, vision
+from burst_attention.integrations.hf.call import arguments, heads, stub_forward, text_only, vision
 from burst_attention.integrations.hf.call.generate import SAME, check_clocks, named, settings_of, with_settings
 from burst_attention.integrations.hf.call.rows import rows_of
 from burst_attention.integrations.hf.layers import converted
@@ -48,6 +48,8 @@ class Fit:
     body: Any
     head: Any  # its linear layer
     limits: tuple[int | None, int | None]  # tokens of its vocabulary, positions
+    embedding: Any = None  # of a language model inside of another model, which gets embeddings
+    axes: int | None = None  # of its positions, all equal with text
 
 
 @dataclass(eq=False, slots=True)  # made for each token; a frozen one takes longer
@@ -80,8 +82,13 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
             raise ValueError(f"{argument} and {twice[0]} are both caches; pass one of them")
         kwargs = {name: value for name, value in kwargs.items() if name not in known.CACHES} | {known.CACHE: cache}
         values = named(args, kwargs)
+        if vision.language_model_of(model) is not None:
+            kwargs = text_only.check_arguments(model, kwargs)
+            values = named(args, kwargs)
         limits = _limits(model)
         ids = _prompt(limits, values.get("input_ids") if values.get("inputs") is None else values["inputs"], values)
+        if vision.language_model_of(model) is not None:
+            text_only.check_ids(model, ids)
         settings, fields = settings_of(model, values)
         _check_mode(settings, values)
         _check_positions_of(settings, limits[1], ids.shape[1])
@@ -146,6 +153,9 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     values = arguments.named(model, args, kwargs)
     keyword: Any = passed(values)
     cache, argument = values.pop(keyword), state.passed or keyword  # generate may rename it
+    sees = vision.language_model_of(model) is not None
+    if sees:
+        values = text_only.check_arguments(model, values)
     for name, value in values.items():
         if name not in (*_TAKEN, *_SILENT) and not arguments.has_no_effect(model, name, value):
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
@@ -157,6 +167,8 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
         state.fit = None if state.passed is None else fit
     past = cache.get_seq_length()
     ids = _prompt(fit.limits, values.get("input_ids"), values, past)
+    if sees and state.passed is None:  # else generate has checked its prompt
+        text_only.check_ids(model, ids)
     mask, (rows, count) = _padding_mask(values, past, ids), ids.shape
     padding = torch.zeros(rows, dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
     if count == 1 and mask is None:
@@ -179,18 +191,20 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
     state.check_parts(model)
-    if vision.language_model_of(model) is not None:
-        raise ValueError(f"{argument}: {kind} is a vision-language model, which has no cache over ranks yet")
     if state.form is None or not forwards.has_stock_forward(model):
         raise ValueError(f"{argument}: {kind} has a custom head or forward, which has no cache over ranks")
     if state.memory.attention_chunks > 1:
         raise ValueError(f"attention_chunks={state.memory.attention_chunks} of hf.Memory: caches need all heads; use 1")
-    reading = read(model)
+    inner, reading = vision.language_model_of(model), read(model)
+    reading = reading if inner is None else reading.text
     converted.check_cached(reading.text, argument)
     if models.embeds_positions(reading) or not (models.is_rotary(reading) or reading.text.of(Kind.MIXER)):
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"
         )
+    embedding, axes = None, None
+    if inner is not None:
+        embedding, axes = model.get_input_embeddings(), text_only.axes_of_positions(model)
     cache.check(
         model,
         state.plans.base,
@@ -199,7 +213,7 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
         argument=argument,
         turn=state.passed is not None,
     )
-    return Fit(cache, body, heads.find_linear(model), _limits(model))
+    return Fit(cache, body, heads.find_linear(model), _limits(model), embedding, axes)
 
 
 def _samples(model: Any) -> dict[str, str]:
@@ -274,8 +288,10 @@ def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
 
 
 def _run(fit: Fit, ids: Tensor, positions: Tensor, plan: RunningPlans | Step) -> Any:
-    values = {"input_ids": ids, "position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
+    positions = positions if fit.axes is None else positions.expand(fit.axes, *positions.shape)
+    values = {"position_ids": positions, "plan": plan, known.CACHE: fit.cache, "use_cache": True}
     with running(plan):
+        values |= {"input_ids": ids} if fit.embedding is None else {"inputs_embeds": fit.embedding(ids)}
         return stub_forward.run_body(fit.body, **values)
 
 
@@ -340,7 +356,8 @@ def _check_positions(right: Tensor, positions: Any) -> None:
         return
     if isinstance(positions, Tensor) and positions.dtype == right.dtype and torch.equal(positions, right):
         return  # one operator, for each token
-    fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]
+    # [B, n], or of axes in time and space [axes, B, n], which are equal without images.
+    fits = isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-1] == right.shape[1]
     if not fits or not bool(((positions == right) | (right < 0)).all()):
         raise ValueError(f"position_ids={shown(positions)} differ from the tokens' places; leave position_ids out")
 
