@@ -19,6 +19,7 @@ from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.reading.parts import text_of
 from tests.support.generating import (
     GREEDY,
     alone,
@@ -31,9 +32,13 @@ from tests.support.generating import (
     model_of,
     over_ranks,
 )
+from tests.support.vision_models import IMAGE
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent mechanism that a cache holds
+VISION = ("qwen3_vl-vision", "gemma3-vision")  # with images, which no cache over ranks takes; text alone works
+OTHER_VISION = ("qwen2_5_vl", "mistral3", "llava", "glm4v", "idefics3", "qwen3_5", "lfm2_vl", "minimax_m3_vl")
+LONG_VISION = ("gemma3-vision", "mistral3-vision", "llava-vision", "hy_v4_vl-vision", "mistral_large4-vision")
 OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
 NEW = 12
 
@@ -74,6 +79,9 @@ def long(*case):
         long("kimi_linear", 1_000, 1, (3,)),
         *(long(name, 131, 3, (1, 3)) for name in ("bamba", "lfm2")),
         *(long(name, 150, 2, (3,)) for name in OTHERS),
+        *((name, 150, 1, (1, 2)) for name in VISION),
+        *(long(name, 150, 2, (3,)) for name in VISION),
+        *(long(f"{name}-vision", 150, 2, (1, 2, 3)) for name in OTHER_VISION),
     ],
 )
 def test_tokens_and_logits_equal_one_process(name, count, rows, worlds):
@@ -103,7 +111,9 @@ def padded(lengths):
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1)), ("ministral3", (150, 80))],
+    [("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1)), ("ministral3", (150, 80))]
+    + [("qwen3_vl-vision", (150, 80))]
+    + [long(f"{name}-vision", (150, 80)) for name in ("gemma3", "mistral3", "qwen2_5_vl", "llava")],
 )
 def test_a_batch_of_different_lengths(name, lengths):
     ids, mask = padded(lengths)
@@ -138,7 +148,7 @@ def sampled_here(name, seed_of_others=3):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa", VISION[0], *map(long, LONG_VISION)])
 def test_a_seed_gives_one_text_over_ranks(pools, name):
     greedy = alone(name, ids_of(80), max_new_tokens=NEW).sequences
     torch.manual_seed(3)
@@ -157,7 +167,7 @@ def continued(ids):
     return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize("name", ["gemma3", long("qwen3_5"), long("kimi_linear")])
+@pytest.mark.parametrize("name", ["gemma3", VISION[0], long("qwen3_5"), long("kimi_linear"), *map(long, LONG_VISION)])
 def test_turns_continue_the_cache(name):
     """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
     first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
@@ -175,7 +185,7 @@ def tokens_at_once(model, use):
     """Return what ``use()`` returns, and how many tokens the first layer got in each call with more than one."""
     counts = []
     hook = hf.token_wise(lambda module, args, out: counts.append(args[0].shape[1]))
-    handle = model.model.layers[0].register_forward_hook(hook)
+    handle = text_of(model).layers[0].register_forward_hook(hook)
     out = use()
     handle.remove()
     return out, [n for n in counts if n > 1]
@@ -599,6 +609,55 @@ def test_a_decoding_step_sends_one_message_a_layer_and_one_to_agree(monkeypatch)
     for rank in range(2):
         last = [label for of, label in labels if of == rank][-3:]
         assert last == ["the agreement on the model with a cache", *(f"decoding, token 80, layer {n}" for n in (0, 1))]
+
+
+def said_of(use):
+    with pytest.raises(ValueError) as caught:
+        use()
+    return str(caught.value)
+
+
+def test_images_are_refused_before_anything_moves():
+    """A processor's types of tokens, all of text, are not."""
+    name, ids = VISION[0], ids_of(80)
+    with_image, types, new = torch.cat([ids, torch.tensor([[IMAGE]])], 1), torch.zeros_like(ids), {"max_new_tokens": 2}
+    pixels, images = torch.zeros(1, 3), torch.ones_like(ids)
+
+    def use(model, cache):
+        with torch.no_grad():
+            said = [
+                said_of(lambda: generate(model, cache, ids, pixel_values=pixels, **new)),
+                said_of(lambda: model(ids, past_key_values=cache, pixel_values=pixels)),
+                said_of(lambda: generate(model, cache, ids, mm_token_type_ids=images, **new)),
+                said_of(lambda: generate(model, cache, with_image, **new)),
+                said_of(lambda: model(with_image, past_key_values=cache)),
+            ]
+        assert not cache.length and not cache.transport.sent and not cache.prefill_sent
+        return said, generate(model, cache, ids, mm_token_type_ids=types, **new)
+
+    outs = over_ranks(name, 2, use)
+    named = ("pixel_values=", "pixel_values=", "mm_token_type_ids=", f"input_ids holds {IMAGE}", f"holds {IMAGE}, the")
+    for said, _ in outs:
+        assert all(what in each for what, each in zip(named, said, strict=True)), said
+        assert all("images in the prompt have no cache over ranks" in each for each in said)
+    check_equal([out for _, out in outs], alone(name, ids, **new))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4-vision", "with text alone it changes embeddings"),
+        ("paligemma-vision", "with text alone it raises ValueError: attention_mask: groups of tokens"),
+        long("llama4-vision", "around one with a head"),
+    ],
+)
+def test_models_that_do_more_with_text_than_to_embed_it_are_refused(name, text):
+    def use(model, cache):
+        said = said_of(lambda: generate(model, cache, ids_of(80), max_new_tokens=2))
+        return said, cache.length, cache.prefill_sent
+
+    for said, *moved in over_ranks(name, 2, use):
+        assert text in said and "no cache over ranks" in said and moved == [0, 0]
 
 
 CHANGES = {

@@ -29,13 +29,14 @@ from tests.support.indexed_models import CACHED, COUNT, Choices, noting_choices
 
 NEW = 12
 BLOCKS = "minimax_m3_vl"
+VISION = ("hy_v4_vl-vision", "mistral_large4-vision")  # on text alone
 EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
 
 
 def families_but(*left_out):
     """The families as parameters; some are of the long tests."""
     marks = {True: (), False: pytest.mark.long}
-    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in CACHED if x not in left_out]
+    return [pytest.param(x, marks=marks[x in EVERYDAY]) for x in (*CACHED, *VISION) if x not in left_out]
 
 
 @pytest.mark.parametrize("family", families_but())
@@ -54,7 +55,7 @@ def over_a_mesh(family):
     return torch.equal(model.generate(ids, **GREEDY | settings).sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("family", families_but())
+@pytest.mark.parametrize("family", families_but(*VISION))
 def test_models_that_are_cut_by_tensor_parallelism(pools, family):
     assert all(pools(4).run(over_a_mesh, family))
 
@@ -103,7 +104,7 @@ def test_pieces_turns_and_a_saved_cache(family, tmp_path):
         loaded = ShardedCache.load(tmp_path / "cache", model.config, empty.group)
         assert loaded.length == said.shape[1] - 1
         other, name = copy.deepcopy(model.config), "index_topk_blocks" if family == BLOCKS else "index_topk"
-        setattr(other, name, 4)
+        setattr(other.get_text_config(decoder=True), name, 4)
         with pytest.raises(ValueError, match=f"another model: {name} was"):
             ShardedCache.load(tmp_path / "cache", other, empty.group)
         return generate(model, loaded, **continued(longer))

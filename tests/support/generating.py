@@ -64,6 +64,10 @@ def model_of(name, implementation="burst"):
         text = {"max_position_embeddings": POSITIONS} | OWN_CACHE.get(kind, {})
         seeing = build(kind, implementation=implementation, **text).eval()
         seeing.get_output_embeddings().weight.data[IMAGE:] = 0  # so that it says no placeholder of an image
+        generator = torch.Generator().manual_seed(2)
+        for own, parameter in seeing.named_parameters():
+            if "softmax_scaling" in own:  # queries grow with their positions
+                parameter.data.normal_(float(own.endswith("bias")), 0.3, generator=generator)
         return seeing
     if name in FAMILIES:
         hf.register()

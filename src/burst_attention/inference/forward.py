@@ -81,13 +81,12 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
         if twice:
             raise ValueError(f"{argument} and {twice[0]} are both caches; pass one of them")
         kwargs = {name: value for name, value in kwargs.items() if name not in known.CACHES} | {known.CACHE: cache}
+        sees = vision.language_model_of(model) is not None
+        kwargs = text_only.check_arguments(model, kwargs) if sees else kwargs
         values = named(args, kwargs)
-        if vision.language_model_of(model) is not None:
-            kwargs = text_only.check_arguments(model, kwargs)
-            values = named(args, kwargs)
         limits = _limits(model)
         ids = _prompt(limits, values.get("input_ids") if values.get("inputs") is None else values["inputs"], values)
-        if vision.language_model_of(model) is not None:
+        if sees:
             text_only.check_ids(model, ids)
         settings, fields = settings_of(model, values)
         _check_mode(settings, values)
@@ -153,7 +152,8 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     values = arguments.named(model, args, kwargs)
     keyword: Any = passed(values)
     cache, argument = values.pop(keyword), state.passed or keyword  # generate may rename it
-    sees = vision.language_model_of(model) is not None
+    fit = state.fit
+    sees = vision.language_model_of(model) is not None if fit is None else fit.embedding is not None
     if sees:
         values = text_only.check_arguments(model, values)
     for name, value in values.items():
@@ -161,7 +161,6 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
             raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
     if values.get("use_cache") is False:
         raise ValueError(f"use_cache=False, but {argument} is a cache; leave one of them out")
-    fit = state.fit
     if fit is None or fit.cache is not cache:
         fit = _fit(model, cache, argument)
         state.fit = None if state.passed is None else fit

@@ -27,7 +27,7 @@ from .vision import whole_arguments
 _PLACEHOLDER = re.compile(r"(image|img_context|video|audio|media_placeholder)_token_(id|index)")
 _TYPES = "token_type_ids"
 _FEATURES = "mm_encoder_outputs"  # generate passes an empty one
-_TAKEN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict")
+_TAKEN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep")
 _REMEDY = "generate on one rank with transformers' own cache"
 
 
@@ -72,7 +72,7 @@ def axes_of_positions(model: Any) -> int | None:
         try:
             axes.add(_axes(model, around, name, ids, given))
         except Exception as error:
-            why = str(error) if isinstance(error, _OtherError) else f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, _OtherError) else f"raises {type(error).__name__}: {error}"
             raise ValueError(
                 f"{kind} is a vision-language model that has no cache over ranks: with text alone it {why}; {_REMEDY}"
             ) from error
@@ -102,12 +102,14 @@ def _axes(model: Any, around: Any, name: str, ids: Tensor, given: Mapping[str, A
 
     table = StandIn(model.get_input_embeddings(), embed)
     embedding = {"get_input_embeddings": lambda: table}
-    twin = twin_of(around, {name: StandIn(getattr(around, name), inner), **embedding})
+    language = StandIn(getattr(around, name), inner)
+    vars(language).update(embedding, embed_tokens=table)
+    twin = twin_of(around, {name: language, **embedding})
     head = next(each for each, child in model.named_children() if child is model.get_output_embeddings())
     parts = {body_name(model): StandIn(around, body), head: StandIn(getattr(model, head), lambda features: features)}
     outer, mask = twin_of(model, parts | embedding), torch.ones_like(ids)
     positions = outer._prepare_position_ids_for_generation(ids, {"input_ids": ids, "attention_mask": mask, **given})
-    outer.forward(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **given)
+    outer.forward(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **given)
     if len(calls) != 1 or len(outs) != 1 or calls[0][0] or outs[0][0] is not hidden:
         raise _OtherError("does more than to run its language model once")
     got = calls[0][1]
