@@ -22,6 +22,10 @@ from tests.support.conditioning import greatest, name_of_worst
 from tests.support.equal import stock_loss
 from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
 
+_GENERATE = (
+    "**Generate over ranks**: text alone, where the model only embeds it "
+    "([which](how-to/generate.md#text-with-vision-language-models)). Images in the prompt have no cache over ranks."
+)
 LARGEST = 30_000_000  # parameters of a model that is run
 
 
@@ -151,6 +155,8 @@ def page(verdicts: list[Verdict]) -> str:
         "",
         f"**Packed documents**, by `position_ids` that restart ({len(packed)}), equal, too; all others refuse them:",
         f"{', '.join(packed)}.",
+        "",
+        _GENERATE,
         "",
         *reasons(verdicts),
     ]

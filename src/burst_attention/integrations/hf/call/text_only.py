@@ -118,7 +118,7 @@ def _axes(model: Any, around: Any, name: str, ids: Tensor, given: Mapping[str, A
     places = got.get("position_ids")
     if not isinstance(places, Tensor) or places.dim() not in (2, 3) or not bool((places == ids).all()):
         raise _OtherError(f"passes position_ids={shown(places)}")
-    _check_masks(model, got.get("attention_mask"))
+    _check_masks(model, got.get("attention_mask"), mask)
     other = [each for each in got if each not in _TAKEN]
     if other:
         raise _OtherError(f"passes {other[0]}={shown(got[other[0]])}")
@@ -129,14 +129,22 @@ def _equal(got: Any, right: Tensor) -> bool:
     return isinstance(got, Tensor) and got.dtype == right.dtype and torch.equal(got, right)
 
 
-def _check_masks(model: Any, masks: Any) -> None:
-    """Refuse other masks than those that the language model makes itself."""
+def _check_masks(model: Any, masks: Any, given: Tensor) -> None:
+    """Refuse other masks than those that the language model makes itself of the mask ``given``."""
+    if masks is given:
+        return
     text = language_model_of(model).config
-    reaches = dict(zip(getattr(text, "layer_types", None) or (), layer_windows(text), strict=False))
-    for kind, mask in masks.items() if isinstance(masks, Mapping) else ((None, masks),):
+    reaches = layer_windows(text)
+    every = dict(zip(getattr(text, "layer_types", None) or (), reaches, strict=False))
+    if not isinstance(masks, Mapping):
+        every, masks = dict.fromkeys((None,)), {None: masks}
+        if any(reach is not None for reach in reaches):
+            raise _OtherError("passes one mask to layers with windows")
+    for kind, reach in every.items():
+        mask = masks.get(kind)
         if isinstance(mask, MaskRequest) and mask.together is not None and not bool((mask.together >= 0).any()):
             mask = replace(mask, together=None)
         request = mask_request(mask)
-        reach = None if request is None else request.window if request.chunk is None else Chunked(request.chunk)
-        if reach is not None and reach != reaches.get(kind):
-            raise _OtherError(f"masks its {kind} layers by {reach}")
+        asked = None if request is None else request.window if request.chunk is None else Chunked(request.chunk)
+        if asked != reach or (request is not None and not request.causal):
+            raise _OtherError(f"masks its {kind} layers by {shown(mask)}")
