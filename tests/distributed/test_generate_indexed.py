@@ -60,7 +60,7 @@ def test_models_that_are_cut_by_tensor_parallelism(pools, family):
     assert all(pools(4).run(over_a_mesh, family))
 
 
-@pytest.mark.parametrize("family", families_but(BLOCKS))
+@pytest.mark.parametrize("family", families_but(BLOCKS, *VISION))
 def test_a_batch_of_different_lengths(family):
     """Each row as alone: with padding, transformers' eager attention gives NaN where weights are in fp64."""
     lengths = (150, 91, 1)

@@ -70,8 +70,6 @@ CHANGED = {
     "lora of experts' layers": ("deepseek_v3", functools.partial(with_lora, ["q_a_proj", "o_proj", "down_proj"])),
     "8 bits": ("llama", in_8_bits),
 }
-# Of the names of parts that text does not run.
-TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 # Whose matrices that no rank can compute by rows are more than 1/64 of these small models.
 GATHERED = (
     "deepseek_v2",
@@ -85,7 +83,6 @@ GATHERED = (
     "deepseek_v32",
     "glm_moe_dsa",
     "minimax_m3_vl",
-    "mistral_large4-vision",
     *CHANGED,
 )
 
@@ -133,12 +130,10 @@ def generated(name, count, rows, apart):
     model, cache = shared_model(name, apart=apart)
     held = {key: (x.to_local() if isinstance(x, DTensor) else x).numel() for key, x in model.named_parameters()}
     share = sum(held[key] for key in whole) / sum(whole.values())
-    text = [(name, part) for name, part in model.named_modules() if not any(x in name for x in TOWERS)]
-    cut = [f"{name}.{own}" for name, part in text for own, x in part._parameters.items() if isinstance(x, DTensor)]
-    cut = [key for key in cut if key in whole]
+    cut = [key for key, x in model.named_parameters() if key in whole and isinstance(x, DTensor)]
     gathered = [key for key in cut if "burst_part" not in vars(model.get_submodule(key.rpartition(".")[0]))]
     out = generate(model, cache, ids_of(count, rows), max_new_tokens=NEW)
-    return sendable(out), share, gathered, any(isinstance(part, FSDPModule) for _, part in text)
+    return sendable(out), share, gathered, any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 @pytest.mark.parametrize("apart", [False, long(True)])
@@ -153,10 +148,7 @@ def generated(name, count, rows, apart):
         ("qwen3_5", 70, 1, 2),
         ("glm_moe_dsa", 70, 1, 2),
         ("lora of q and v", 70, 1, 2),
-        ("qwen3_vl-vision", 70, 1, 2),
         ("nine heads", 70, 1, 2),  # a rank has half of a head's rows
-        long("gemma3-vision", 70, 1, 3),
-        long("mistral_large4-vision", 70, 1, 2),
         long("nine heads", 70, 2, 4),
         long("lora of all", 100, 2, 3),
         long("lora of experts' layers", 70, 1, 2),

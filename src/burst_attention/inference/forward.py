@@ -169,6 +169,11 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     if sees and state.passed is None:  # else generate has checked its prompt
         text_only.check_ids(model, ids)
     mask, (rows, count) = _padding_mask(values, past, ids), ids.shape
+    if sees and mask is not None:
+        raise ValueError(
+            f"attention_mask={shown(mask)} has padding in front of rows, which {type(model).__name__}, a "
+            "vision-language model, has no cache over ranks for; generate with rows of equal lengths, or each row alone"
+        )
     padding = torch.zeros(rows, dtype=torch.int64, device="cpu") if mask is None else (mask == 0).sum(1).cpu()
     if count == 1 and mask is None:
         places = torch.full((rows, 1), past, device=ids.device)

@@ -25,7 +25,7 @@ from burst_attention.integrations.hf.call.heads import base_of
 from burst_attention.integrations.hf.layers.indexed import Indexer
 from burst_attention.integrations.hf.reading import known
 from burst_attention.integrations.hf.reading.attached import hooks_of
-from burst_attention.integrations.hf.reading.parts import around_language, text_of
+from burst_attention.integrations.hf.reading.parts import language_model_of
 from burst_attention.integrations.hf.tensor import axis
 
 from .columns import Shared, cut_weight, rows_of, transport_for
@@ -46,25 +46,23 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     head and experts compute a step of few tokens by what the rank holds, so no weight is gathered. For more tokens a
     rank gathers a layer at a time, and holds two. Of other matrices (routers, convolutions, quantized layers, layers
     with adapters) each rank keeps all if they are at most 1/64 of the model's bytes. Else FSDP2 shards them, and
-    gathers them in each step. An allocator may keep the memory of gathered weights afterwards. FSDP2 shards what a
-    vision-language model has beside its language model and head; nothing gathers it.
+    gathers them in each step. An allocator may keep the memory of gathered weights afterwards.
 
     Args:
         model: the result of ``hf.parallelize``, on a CPU or on the mesh's device; equal on all ranks.
         mesh: a mesh of one axis, over the ranks of ``hf.parallelize``.
 
     Raises:
-        TypeError, ValueError: the model is not parallelized over the mesh's ranks, has no decoder layers, or layers
-            share weights, or ranks have other weights.
+        TypeError, ValueError: the model is not parallelized over the mesh's ranks, is a vision-language model, has no
+            decoder layers, or layers share weights, or ranks have other weights.
     """
-    kind, base = type(model).__name__, base_of(model)
-    unused = _beside_language(base)
-    parts_of_it = {id(part) for each in unused for part in each.modules()}
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     layers = [each for each in layers if not any(each in other.modules() for other in layers if other is not each)]
-    layers = [each for each in layers if id(each) not in parts_of_it]
+    kind, base = type(model).__name__, base_of(model)
     if not layers:
         raise ValueError(f"{kind} has no decoder layers to shard; generate with whole weights")
+    if language_model_of(base) is not None:
+        raise ValueError(f"{kind} is a vision-language model, which can't be sharded yet; generate with whole weights")
     if twice := _in_two_layers(model, layers):
         raise ValueError(f"layers of {kind} share {twice}, which can't be sharded; generate with whole weights")
     state = getattr(base, "_burst", None)
@@ -83,8 +81,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     state.shared = Shared(transport_for(state.plans.base.transport), [[] for _ in layers])
     numbers = {id(part): n for n, layer in enumerate(layers) for part in layer.modules()}
     rooms, rank = _rooms(modules.values(), mesh, state.plans.base.agreement), mesh.get_local_rank()
-    of_unused = {x for each in unused for x in each.parameters()}
-    size = sum(x.nbytes for x in model.parameters() if x not in of_unused)
+    size = sum(x.nbytes for x in model.parameters())
     cut: dict[int, tuple[nn.Parameter, list[Tensor] | None]] = {}  # tied weights stay tied
     for name, module in modules.items():
         weights = _cut_weights(module)
@@ -99,24 +96,12 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
         state.shared.share(module, name, numbers.get(id(module)), of_module)
     state.shared.keep(base, samples)
     ours = {weight for weight, _ in cut.values()}
-    left = sum(x.nbytes for x in model.parameters() if x not in ours | of_unused and x.dim() > 1)
-    for module in unused if mesh.size() > 1 else ():
-        fully_shard(module, mesh=mesh)  # nothing calls it, so FSDP2 never gathers it
+    left = sum(x.nbytes for x in model.parameters() if x not in ours and x.dim() > 1)
     if mesh.size() == 1 or left <= _SMALL * size:
         model.to(mesh.device_type)
         return
     for module in (*layers, base):  # PEFT's model calls its base by another method than forward
         fully_shard(module, mesh=mesh, ignored_params=ours)
-
-
-def _beside_language(base: Any) -> list[nn.Module]:
-    """Return the parts of a vision-language model that text does not run: its towers and what joins their results."""
-    around, name = around_language(base)
-    if around is None:
-        return []
-    used = {id(text_of(base)), id(getattr(around, name)), id(around), id(base.get_output_embeddings())}
-    beside = {id(each): each for owner in (base, around) for each in owner.children() if id(each) not in used}
-    return [each for each in beside.values() if any(True for _ in each.parameters())]
 
 
 def step_bytes(model: Any, *, batch: int = 1, logits: bool = False) -> int:

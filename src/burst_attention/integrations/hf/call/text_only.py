@@ -93,7 +93,9 @@ def _axes(model: Any, around: Any, name: str, ids: Tensor, given: Mapping[str, A
         return tokens[..., None] + 0.5
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, {each: value for each, value in kwargs.items() if value is not None and value is not False}))
+        calls.append(
+            (args, {each: value for each, value in kwargs.items() if value is not None and value is not False})
+        )
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +133,7 @@ def _equal(got: Any, right: Tensor) -> bool:
 
 def _check_masks(model: Any, masks: Any, given: Tensor) -> None:
     """Refuse other masks than those that the language model makes itself of the mask ``given``."""
-    if masks is given:
+    if isinstance(masks, Tensor) and _equal(masks, given):
         return
     text = language_model_of(model).config
     reaches = layer_windows(text)
