@@ -649,7 +649,7 @@ def test_images_are_refused_before_anything_moves():
     [
         ("gemma4-vision", "with text alone it changes embeddings"),
         ("paligemma-vision", "with text alone it raises ValueError: attention_mask: groups of tokens"),
-        long("llama4-vision", "around one with a head"),
+        long("llama4-vision", "has a custom attention or counts positions"),
     ],
 )
 def test_models_that_do_more_with_text_than_to_embed_it_are_refused(name, text):

@@ -17,17 +17,20 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BloomConfig,
     BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
 )
 
 from burst_attention.cli.generate import GenerateArguments, _digest, _read_tokens, main
 from tests.support.hybrid_models import make_hybrid
 from tests.support.indexed_models import make_indexed
 from tests.support.processes import is_alive, workers_of
+from tests.support.vision_models import IMAGE, build
 
 TEXT = "A prompt that the ranks share. " * 5
 
@@ -69,8 +72,8 @@ def flat(text):
     return " ".join(text.split())
 
 
-def expected_text(folder, ids, count):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def expected_text(folder, ids, count, kind=AutoModelForCausalLM):
+    model = kind.from_pretrained(folder)
     out = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :]
     return out.tolist()
 
@@ -212,6 +215,33 @@ def test_a_model_whose_indexer_chooses_keys_is_continued(pools, folder, tmp_path
         whole += tokenizer(prompt.read_text())["input_ids"]
         whole += expected_text(path, whole, 8)
         assert json.loads((caches[-1] / "tokens.json").read_text())["ids"] == whole
+
+
+def test_a_model_that_also_sees_images_continues_text(pools, folder, tmp_path):
+    """transformers has no causal class for it."""
+    path, cache, prompt = tmp_path / "model", tmp_path / "cache", tmp_path / "prompt.txt"
+    prompt.write_text(TEXT.replace(" ", "_"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.model = models.BPE(vocab={chr(33 + n): n for n in range(IMAGE)}, merges=[])  # none is an image's
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.save_pretrained(path)
+    seeing = build("mistral3", torch.float32, max_position_embeddings=256)
+    seeing.get_output_embeddings().weight.data[IMAGE:] = 0
+    seeing.save_pretrained(path)
+    words = ("--model", path, "--prompt", prompt, "--max-new-tokens", 8, "--save-cache", cache)
+    status, said = burst(*words, ranks=pools(2))
+    assert status == 0, said
+    ids = tokenizer(prompt.read_text())["input_ids"]
+    expected = expected_text(path, ids, 8, AutoModelForImageTextToText)
+    assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *expected]
+
+
+def test_a_model_that_continues_no_text_is_refused(folder, tmp_path, capsys):
+    T5Config().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    assert main(["--model", str(tmp_path), "--prompt", str(folder / "prompt.txt")]) == 2
+    assert "'t5' continues no text; pass a language model" in flat(capsys.readouterr().err)
 
 
 @pytest.mark.long

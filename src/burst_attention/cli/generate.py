@@ -105,16 +105,29 @@ class GenerateArguments:
         from transformers import AutoConfig, AutoTokenizer
 
         try:
-            config = AutoConfig.from_pretrained(self.model).get_text_config(decoder=True)
+            config = AutoConfig.from_pretrained(self.model)
             count = len(_ids(AutoTokenizer.from_pretrained(self.model), self))
         except Exception as error:  # whatever transformers raises for a broken folder
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(f"--model {self.model}: its configuration or tokenizer can't be loaded: {first}") from None
-        most = getattr(config, "max_position_embeddings", None)
+        if _kind_of(config) is None:
+            raise ValueError(f"--model {self.model}: {config.model_type!r} continues no text; pass a language model")
+        most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is not None:
             rule = f"is too many: the text's {count:,} tokens and these exceed the model's {most:,} positions; lower it"
             fits = count + self.max_new_tokens - 1 <= most  # nothing follows the last token
             require(fits, "max_new_tokens", self.max_new_tokens, rule)
+
+
+def _kind_of(config: Any) -> Any:
+    """Return the auto class that builds a model of text; many that also see images have no causal one."""
+    import transformers
+
+    kinds = {
+        transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.AutoModelForImageTextToText: transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    return next((kind for kind, known in kinds.items() if type(config) in known), None)
 
 
 @dataclass
@@ -160,7 +173,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _generate(arguments: GenerateArguments) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     from ..inference import ShardedCache, shard_weights
@@ -172,7 +185,8 @@ def _generate(arguments: GenerateArguments) -> None:
     logging.disable_progress_bar()
     with join(device=arguments.device, timeout=arguments.timeout) as context:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        kind = _kind_of(AutoConfig.from_pretrained(arguments.model))
+        model = kind.from_pretrained(arguments.model, dtype="auto").eval()
         if (reason := reason_of(model)) is not None:  # also on one rank: the cache of this command is over ranks
             raise launch.RefusedError(f"--model {arguments.model}: {reason}; call model.generate of transformers")
         if not arguments.shard_weights:
