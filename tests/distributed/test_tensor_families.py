@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import CONFIG_MAPPING, LlavaForConditionalGeneration
 
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf.tensor.axis import COMPARED, plan_of
+from burst_attention.integrations.hf.reading.parts import text_of
+from burst_attention.integrations.hf.tensor.axis import COMPARED, SEEING, plan_of
 from tests.distributed.test_mesh import apart, mesh_of
 from tests.support.conditioning import certain, margin_of_choices
 from tests.support.equal import check
+from tests.support.vision_models import build, images_and_text
 from tests.tools.families import VOCABULARY, built, model_class
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -44,9 +48,44 @@ def step_over_a_mesh(kind, **own):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", sorted(COMPARED))
+@pytest.mark.parametrize("kind", sorted(COMPARED - SEEING))
 def test_a_step_of_each_model_type(pools, kind):
     check(*pools(4).run(step_over_a_mesh, kind))
+
+
+def step_with_images(kind, shards=False):
+    alone, model, mesh = build(kind).train(), build(kind).train(), mesh_of(1, 2, 2)
+    hf.tensor_parallel(model, mesh["tp"], experts=mesh["cp", "tp"]._flatten("ep") if model.ep_plan else None)
+    hf.parallelize(model, mesh["cp"], timeout=60)
+    for module in (*text_of(model).layers, model) if shards else ():
+        fully_shard(module, mesh=mesh["dp", "cp"]._flatten("fsdp"))
+    return apart(alone, model, mesh, images_and_text(alone), shards=shards)
+
+
+# Choices of keys and blocks; latents that layers share; windows; positions in space; recurrent layers; other towers.
+OFTEN = {"hy_v4_vl", "mistral_large4", "minimax_m3_vl", "gemma3", "qwen2_5_vl", "qwen3_5_moe", "idefics3", "aria"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.slow) for x in sorted(SEEING)])
+def test_a_step_with_images_of_each_vision_language_type(pools, kind):
+    check(*pools(4).run(step_with_images, kind))
+
+
+@pytest.mark.long
+def test_a_step_with_images_on_shards_of_weights(pools):
+    check(*pools(4).run(step_with_images, "mistral3", True))
+
+
+def test_a_vision_language_model_around_another_language_model_is_refused():
+    """The type says nothing of what is inside."""
+    config = CONFIG_MAPPING["llava"](text_config=CONFIG_MAPPING["qwen2"]())
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(config)
+        plan_of(model, 2)
+        config.text_config.model_type = "bloom"
+        with pytest.raises(ValueError, match=r"\(model_type 'llava', around 'bloom'\) was not compared"):
+            plan_of(model, 2)
 
 
 def test_norms_of_heads_that_the_plan_leaves_out(pools):
@@ -77,4 +116,5 @@ def test_a_weight_of_the_heads_of_a_latent_that_the_plan_leaves_out_is_refused()
 
 def test_the_page_of_models_lists_them():
     section = PAGE.read_text("utf-8").split("## Tensor parallelism")[1].split("\n## ")[0]
-    assert set(re.findall(r"[a-z0-9_]+", section.split("\n\n")[2])) == COMPARED
+    of_text, of_images = (set(re.findall(r"[a-z0-9_]+", part)) for part in section.split("\n\n")[2:4])
+    assert of_images == SEEING and of_text == COMPARED - SEEING

@@ -37,7 +37,15 @@ _TYPES = """
     mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3
     olmo_hybrid olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe seed_oss smollm3 solar_open vaultgemma youtu
 """
-COMPARED = frozenset(_TYPES.split())
+# Vision-language models, whose vision tower stays whole.
+_SEEING = """
+    aria aya_vision cohere2_vision cohere_compass deepseek_vl exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga
+    got_ocr2 hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 internvl lighton_ocr llava llava_next llava_next_video
+    llava_onevision minimax_m3_vl mistral3 mistral_large4 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl_moe shieldgemma2 smolvlm video_llama_3 video_llava
+"""
+SEEING = frozenset(_SEEING.split())
+COMPARED = frozenset(_TYPES.split()) | SEEING
 # For architectures for which transformers has no plan.
 _PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {
@@ -67,9 +75,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, *, experts: DeviceMesh | Non
     all ranks of the axis. Clip gradients by :func:`clip_grad_norm_`.
 
     Args:
-        model: a causal language model of transformers, whole and with equal weights on every rank of the axis, without
-            an optimizer yet, of a model type that was compared with one process (docs/models.md). It is modified in
-            place. Its attention heads and key-value heads must be multiples of the number of ranks.
+        model: a causal or vision-language model of transformers, whole and with equal weights on every rank of the
+            axis, without an optimizer yet, of a model type that was compared with one process (docs/models.md). It is
+            modified in place. Its attention heads and key-value heads must be multiples of the number of ranks.
         mesh: the axis, named "tp", of a mesh that has the other axes too. On one rank nothing is cut.
         experts: the ranks that share the experts of a mixture: those of a context and of ``mesh``, as one axis
             (``mesh["cp", "tp"]._flatten("ep")``). Experts then get the tokens of the whole sequence. Their gradients
@@ -231,12 +239,14 @@ def _check(model: Any, ranks: int) -> None:
         raise ValueError("model is parallelized already; call hf.tensor_parallel before hf.parallelize")
     if cut_of(model) is not None:
         raise ValueError(f"model is cut already, over {ranks_of(model)} ranks; call hf.tensor_parallel once")
-    kind = model.config.model_type
-    if kind not in COMPARED or not type(model).__name__.endswith("ForCausalLM"):
+    kind, text = model.config.model_type, model.config.get_text_config(decoder=True).model_type
+    named = type(model).__name__.endswith("ForConditionalGeneration" if kind in SEEING else "ForCausalLM")
+    if not named or kind not in COMPARED or (kind in SEEING and text not in COMPARED | {_text_type(model.config)}):
+        inner = "" if text == kind else f", around {text!r}"
         raise ValueError(
-            f"{type(model).__name__} (model_type {kind!r}) was not compared with one process under tensor parallelism; "
-            f"use FSDP2, or a causal language model of the {len(COMPARED)} types that docs/models.md lists, such as "
-            "llama, qwen3_moe and gemma3_text"
+            f"{type(model).__name__} (model_type {kind!r}{inner}) was not compared with one process under tensor "
+            f"parallelism; use FSDP2, or a model with a head of the {len(COMPARED)} types that docs/models.md lists, "
+            "such as llama, qwen3_moe and gemma3_text"
         )
     for name, x in model.named_parameters():
         if isinstance(x, DTensor):
@@ -244,6 +254,12 @@ def _check(model: Any, ranks: int) -> None:
     rows = model.get_output_embeddings().weight.shape[0]
     if -(-rows // ranks) * (ranks - 1) >= rows:
         raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
+
+
+def _text_type(config: Any) -> str:
+    """Return the model type of the language model inside of a configuration's default, with which it was compared."""
+    kind: str = type(config)().get_text_config(decoder=True).model_type
+    return kind
 
 
 def _styles_of(model: Any, ranks: int, shared: int) -> dict[str, str]:
