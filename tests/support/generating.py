@@ -47,6 +47,13 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
 VISION = "-vision"  # of the name of a model that takes images, too
 # Each layer keeps its own keys.
 OWN_CACHE = {"mistral_large4": {"kv_source_layers": None, "no_rope_layers": [1, 1, 0, 1]}}
+# A layer takes the choice of the one before; another chooses after a recurrent layer.
+OWN_CACHE["glm5_next"] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention", "indexed_attention"],
+    "indexer_types": ["full", "full", "shared", "full", "full"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"],
+}
 
 
 @functools.cache

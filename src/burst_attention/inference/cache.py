@@ -33,7 +33,7 @@ _INDEXED = (known.INDEXED, known.BLOCKS)
 _KINDS = ("full_attention", "sliding_attention", known.CHUNKED, *_INDEXED, "linear_attention", "conv", "mlp", "moe")
 _ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-_CHOICE = ("index_topk", "index_topk_blocks", "index_block_size", "index_local_blocks", "indexer_types")
+_CHOICE = ("index_topk", "index_topk_blocks", "index_block_size", "index_local_blocks", "indexer_types", "index_kpool")
 
 Layer = ShardedLayer | StateLayer | EmptyLayer
 
@@ -284,12 +284,13 @@ class ShardedCache(DealtCache):
                 f"{min(self.states)} of the model is recurrent, and its state can't skip them; generate with rows of "
                 "equal lengths, or with each row alone"
             )
-        blocks = [n for n, layer in self.sharded.items() if isinstance(layer, IndexedLayer) and layer.blocks]
-        if blocks and padding.any():
+        indexed = ((n, layer) for n, layer in self.sharded.items() if isinstance(layer, IndexedLayer))
+        counted = [(n, "pools" if layer.pool else "blocks") for n, layer in indexed if layer.pool or layer.blocks]
+        if counted and padding.any():
             raise ValueError(
                 f"attention_mask has {padding.tolist()} columns of padding in front of rows, but the indexer of layer "
-                f"{blocks[0]} counts blocks from the start of a row; generate with rows of equal lengths, or with each "
-                "row alone"
+                f"{counted[0][0]} counts {counted[0][1]} from the start of a row; generate with rows of equal lengths, "
+                "or with each row alone"
             )
         if self.length and [stop - start for start, stop in self.holes] != padding.tolist():
             raise ValueError(
@@ -338,7 +339,7 @@ class ShardedCache(DealtCache):
             self.holes = [(0, n) for n in padding.tolist()]
         own = own_slots(first, stop, self.transport.rank, self.transport.world)
         filling = Filling(None, own, first, stop)
-        return self._fill(filling, Step(self._attend, self._choose, stop, lambda: filling.attends))
+        return self._fill(filling, Step(self._attend, self._choose, first, stop, lambda: filling.attends))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -492,19 +493,15 @@ def _layers_of(config: Any) -> list[Layer]:
             f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
             f"state per layer; {_ALONE}"
         )
-    if getattr(config, "index_kpool", None) is not None:
-        raise ValueError(
-            f"index_kpool={config.index_kpool} of the configuration: an indexer that pools keys has no cache over "
-            f"ranks; {_ALONE}"
-        )
     modes = getattr(config, "kv_sharing_modes", None) or ()  # "store": layers that would share, if others reused
     if getattr(config, "num_kv_shared_layers", None) or not {*modes} <= {None, "store"}:
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
     kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
+    pool = getattr(config, "index_kpool", None) or 0
     fixed: dict[str, Callable[[], Layer]] = {"state": StateLayer, "nothing": EmptyLayer}
     layers: list[Layer] = []
     for kind, reach in zip(kinds, layer_windows(config), strict=True):
-        indexed = IndexedLayer(blocks=kind == known.BLOCKS) if kind in _INDEXED else None
+        indexed = IndexedLayer(blocks=kind == known.BLOCKS, pool=pool) if kind in _INDEXED else None
         layers.append(indexed or fixed.get(known.LAYERS[kind], lambda reach=reach: ShardedLayer(reach))())
     return layers
 

@@ -44,6 +44,8 @@ def write_rank(folder: Path, rank: int, layers: Sequence[Any]) -> dict[str, Any]
             tensors |= {f"{number}.keys": key.contiguous(), f"{number}.values": value.contiguous()}
         if isinstance(layer, IndexedLayer) and layer.index is not None:
             tensors[f"{number}.index"] = layer.indexed().contiguous()
+        if isinstance(layer, IndexedLayer) and rank == 0:
+            tensors |= {f"{number}.{name}": x.contiguous() for name, x in layer.shared().items()}
     path = folder / f"rank-{rank:05}.safetensors"
     save_file(tensors, path, metadata={"slots": json.dumps(slots)})
     return {"name": path.name, "bytes": path.stat().st_size, "digest": digest_of_file(path)}
@@ -102,6 +104,9 @@ def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[
                 if f"{number}.state" in opened[0].keys():  # noqa: SIM118
                     layer.update_recurrent_state(opened[0].get_tensor(f"{number}.state"))
             elif held:
+                for name in ("pools", "columns") if isinstance(layer, IndexedLayer) and layer.pool else ():
+                    if f"{number}.{name}" in opened[0].keys():  # noqa: SIM118
+                        setattr(layer, name, opened[0].get_tensor(f"{number}.{name}"))
                 _read_pages(layer, number, [(opened[n], slots[n][number]) for n in held], rank, world)
 
 

@@ -18,6 +18,7 @@ from burst_attention.attention.plan import Plan
 
 from .slots import PAGE, Held, Hole, first_needed, ranges_of
 
+_SHARED = ("pools", "columns")  # of a layer whose indexer pools keys
 _NO_BEAMS = "a cache over ranks can't be reordered; generate greedily or by sampling"
 
 
@@ -201,13 +202,16 @@ class IndexedLayer(ShardedLayer):
     """A layer whose queries attend to keys that an indexer chose; it holds the indexer's keys of the same tokens.
 
     ``index`` [B, 1, capacity, D]; None in a layer that takes the choice of one before. ``blocks``: the indexer chooses
-    blocks of keys, counted from the first slot.
+    blocks of keys, counted from the first slot. ``pool``: it chooses among pools of so many keys. Then every rank has
+    the keys of all ``pools`` [B, n, D] and the last tokens' states, ``columns`` [B, C, pool], in place of ``index``.
     """
 
-    def __init__(self, *, blocks: bool = False) -> None:
+    def __init__(self, *, blocks: bool = False, pool: int = 0) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self.pool = blocks, pool
         self.index: Tensor | None = None
+        self.pools: Tensor | None = None
+        self.columns: Tensor | None = None
         self.filling: Filling | None = None  # of the tokens whose keys came last
 
     def update_index(self, keys: Tensor) -> Tensor:
@@ -237,19 +241,24 @@ class IndexedLayer(ShardedLayer):
         assert self.index is not None
         return self.index[:, :, : len(self.held)]
 
+    def shared(self) -> dict[str, Tensor]:
+        """Return what every rank holds, by name."""
+        return {name: x for name in _SHARED if (x := getattr(self, name)) is not None}
+
     def nbytes(self) -> int:
         """Return the bytes of keys, values and the indexer's keys on this rank, with the room for more."""
-        return super().nbytes() + (0 if self.index is None else self.index.nbytes)
+        return super().nbytes() + sum(x.nbytes for x in (self.index, self.pools, self.columns) if x is not None)
 
     def move(self, device: torch.device) -> None:
         """Move what is stored to a device."""
         super().move(device)
-        self.index = None if self.index is None else self.index.to(device)
+        for name in ("index", *_SHARED):
+            setattr(self, name, None if (x := getattr(self, name)) is None else x.to(device))
 
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self.index = self.filling = None
+        self.index = self.pools = self.columns = self.filling = None
 
 
 def _not_parallelized() -> ValueError:

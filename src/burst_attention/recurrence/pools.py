@@ -2,29 +2,33 @@
 
 Pool j of a document holds its tokens j size to (j + 1) size - 1. The tokens behind its last pool are in none. A rank
 makes the pools whose last token it holds, and the owners of their other tokens send it those. Then every rank gathers
-all pools, which are few.
+all pools, which are few. With a cache every rank keeps them, and the tokens of a pool that is not complete yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.plan import Plan
 from ..attention.unshard import reshard
 from ..plan.layout import Layout
-from .exchange import RunExchange
+from .exchange import Past, RunExchange
 from .runs import Run, Runs, runs_of
 
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """The pools of all documents, numbered in the order of the sequence."""
+    """The pools of all documents, numbered in the order of the sequence.
+
+    Runs behind the tokens of a cache go on with its document, which starts at 0. Its pools come first.
+    """
 
     size: int
     runs: Runs
@@ -48,12 +52,22 @@ class Pools:
             found.append(before)
         return tuple(found)
 
+    @property
+    def held(self) -> int:
+        """How many pools end before the first run: those of a cache."""
+        return self.numbers[0].start
+
+    @property
+    def count(self) -> int:
+        """How many pools there are, with those of a cache."""
+        return self.numbers[-1].stop
+
     @cached_property
     def layout(self) -> Layout:
-        """Which rank makes which pools."""
+        """Which rank makes which pools, counted from the first that ends in a run."""
         made: list[list[range]] = [[] for _ in range(self.runs.world)]
         for run, numbers in zip(self.runs.every, self.numbers, strict=True):
-            made[run.owner].append(numbers)
+            made[run.owner].append(range(numbers.start - self.held, numbers.stop - self.held))
         return Layout.of_stretches(made)
 
     @cached_property
@@ -62,16 +76,31 @@ class Pools:
         counts = [len(each) for each in self.numbers]
         start = np.repeat(np.array([run.start for run in self.runs.every], np.int64), counts)
         first = np.repeat(np.array(self.first, np.int64), counts)
-        return start + self.size * (np.arange(len(start)) - first)
+        made = start + self.size * (self.held + np.arange(len(start)) - first)
+        return np.concatenate([self.size * np.arange(self.held), made])
 
     @cached_property
     def seen(self) -> tuple[np.ndarray, np.ndarray]:
         """(first, stop), int64 [S_local]: each own token sees the pools first to stop - 1, whose tokens all it sees."""
-        own = [self.runs.every[n] for n in self.runs.own]
-        lengths = [run.length for run in own]
-        first = np.repeat(np.array([self.first[n] for n in self.runs.own], np.int64), lengths)
-        before = np.repeat(np.array([run.first - run.start - run.offset for run in own], np.int64), lengths)
-        return first, first + (before + np.arange(len(first)) + 1) // self.size
+        first = self._of_tokens([self.first[n] for n in self.runs.own])
+        return first, first + (self._places + 1) // self.size
+
+    def tails(self) -> np.ndarray:
+        """Return the positions of each own token's tail, int64 [S_local, size - 1], -1 behind them."""
+        stop = self._of_tokens([self.runs.every[n].start for n in self.runs.own]) + self._places + 1
+        count, at = ((self._places + 1) % self.size)[:, None], np.arange(self.size - 1)
+        return np.where(at < count, stop[:, None] - count + at, -1)
+
+    @property
+    def _places(self) -> np.ndarray:
+        """The own tokens' places in their documents, int64 [S_local]."""
+        own = (self.runs.every[n] for n in self.runs.own)
+        before = self._of_tokens([run.first - run.start - run.offset for run in own])
+        return before + np.arange(len(before))
+
+    def _of_tokens(self, values: list[int]) -> np.ndarray:
+        """Repeat a value of each own run for all of its tokens: int64 [S_local]."""
+        return np.repeat(np.array(values, np.int64), [self.runs.every[n].length for n in self.runs.own])
 
     def lead(self, run: Run) -> int:
         """Return how many tokens before a run are in the first pool that ends in it, or later."""
@@ -82,19 +111,52 @@ def pools_of(plan: Plan, size: int) -> Pools:
     """Return the pools of a plan's documents; ValueError for a layout that separates neighbouring tokens."""
     key, memo = ("pools", size), plan.schedule.memo
     if key not in memo:
-        memo[key] = Pools(size, runs_of(plan.schedule.layout, plan.mask.cu_seqlens, plan.rank))
+        runs = runs_of(plan.schedule.layout, plan.mask.cu_seqlens, plan.rank)
+        if plan.mask.cu_seqlens is None:  # one document, which a cache may have begun
+            runs = replace(runs, every=tuple(replace(run, start=0) for run in runs.every))
+        memo[key] = Pools(size, runs)
     pools: Pools = memo[key]
     return pools
 
 
-def pooled(x: Tensor, pool: Callable[[Tensor], Tensor], pools: Pools, plan: Plan) -> Tensor:
+@lru_cache(maxsize=4)
+def pools_of_step(first: int, stop: int, size: int) -> Pools:
+    """Return the pools of one document, whose tokens from ``first`` on are on every rank."""
+    return Pools(size, Runs((Run(0, 0, first, stop - first, 0, stop),), 0, 1))
+
+
+@dataclass
+class PastPools(Past):
+    """What an indexer keeps of all tokens so far, equal on all ranks. None before the first token.
+
+    ``columns``: [B, C, size], the last tokens; zeros before the first. ``keys``: [B, pools, D]. It has no ``state``.
+    """
+
+    keys: Tensor | None = None
+
+    def join(self, keys: Tensor, pools: Pools) -> Tensor:
+        """Append the keys of new pools; return all."""
+        held = 0 if self.keys is None else self.keys.shape[1]
+        if held != pools.held:
+            raise ValueError(f"the cache has {held} pools of keys, but {pools.held} end before the new tokens; reset it")
+        if self.keys is None:
+            self.keys = keys
+        elif keys.shape[1]:
+            self.keys = torch.cat([self.keys, keys], 1)
+        return self.keys
+
+
+def pooled(
+    x: Tensor, pool: Callable[[Tensor], Tensor], pools: Pools, plan: Plan, *, past: PastPools | None = None
+) -> Tensor:
     """Make a key of each pool, and gather those of all ranks: [B, pools, D]. Every rank must call it.
 
     Args:
         x: [B, S_local, C], of this rank's tokens. No gradient flows back to it.
         pool: makes keys [B, n, D] of the tokens of n neighbouring pools, [B, n size, C].
+        past: what a cache keeps of the tokens before, to which it adds these. Their pools come first.
     """
-    exchange, own = RunExchange(plan), []
+    exchange, own = RunExchange(plan, past=past), []
     before = exchange.before(x.transpose(0, 1), pools.size - 1).movedim(2, 0) if pools.size > 1 else None
     for at in sorted(range(len(exchange.own)), key=lambda at: pools.runs.own[at]):  # in the order of the sequence
         run, numbers = exchange.own[at], pools.numbers[pools.runs.own[at]]
@@ -103,6 +165,16 @@ def pooled(x: Tensor, pool: Callable[[Tensor], Tensor], pools: Pools, plan: Plan
             whole = torch.cat([before[:, at, before.shape[2] - lead :], whole], 1)
         own.append(whole[:, : len(numbers) * pools.size])
     keys = pool(torch.cat(own, 1)).detach()
-    if not pools.layout.seqlen:
-        return keys
-    return reshard("unshard", keys, 1, "slice", pools.layout, plan.transport, plan.agreement)
+    if pools.layout.seqlen:
+        keys = reshard("unshard", keys, 1, "slice", pools.layout, plan.transport, plan.agreement)
+    return keys if past is None else past.join(keys, pools)
+
+
+def pooled_in_step(x: Tensor, pool: Callable[[Tensor], Tensor], pools: Pools, past: PastPools) -> Tensor:
+    """As :func:`pooled`, of tokens x [B, n, C] that every rank has: each makes the same keys. Exchanges nothing."""
+    size, run = pools.size, pools.runs.every[0]
+    columns = x.mT if past.columns is None else torch.cat([past.columns, x.mT], 2)
+    whole = columns[..., columns.shape[2] - run.length - pools.lead(run) :].mT
+    keys = pool(whole[:, : (pools.count - pools.held) * size])
+    past.columns = F.pad(columns, (max(0, size - columns.shape[2]), 0))[..., -size:].clone()
+    return past.join(keys, pools)

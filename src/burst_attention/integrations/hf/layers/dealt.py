@@ -13,6 +13,7 @@ from transformers import Cache
 
 from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.recurrence.exchange import Past
+from burst_attention.recurrence.pools import PastPools
 
 from ..reading import known
 from . import checks
@@ -45,6 +46,16 @@ class DealtCache(Cache):
         if past.state is not None:
             self.update_recurrent_state(past.state, number)
 
+    @contextmanager
+    def pooling(self, number: int) -> Iterator[PastPools]:
+        """Give what the indexer of layer ``number``, which pools keys, keeps; store what it keeps afterwards."""
+        layer: Any = self.layers[number]
+        if not getattr(layer, "pool", 0):
+            raise ValueError(f"layer {number} pools keys, but its configuration says otherwise; correct it")
+        past = PastPools(columns=layer.columns, keys=layer.pools)
+        yield past
+        layer.columns, layer.pools = past.columns, past.keys
+
 
 def passed(kwargs: Mapping[str, Any]) -> str | None:
     """Return the keyword by which a call passes a cache over ranks; None if it passes none."""
@@ -60,7 +71,8 @@ class Step:
 
     attend: Callable[..., Tensor]  # of (q, keys, values, number, reach or UNSTATED, scale, softcap, sinks, indices)
     choose: Callable[..., Tensor]  # of (q, an indexer's keys, weights or None), as ``choose_keys`` or ``choose_blocks``
-    span: int  # columns of the cache, with those of the step
+    first: int  # columns of the cache before the step
+    span: int  # and with those of the step
     differs: Callable[[], bool]  # whether the layer that runs has keys of this rank alone
 
     def of_layer(
