@@ -39,6 +39,7 @@ HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent m
 VISION = ("qwen3_vl-vision", "gemma3-vision")  # with images, which no cache over ranks takes; text alone works
 OTHER_VISION = ("qwen2_5_vl", "mistral3", "llava", "glm4v", "idefics3", "qwen3_5", "lfm2_vl", "minimax_m3_vl")
 LONG_VISION = ("gemma3-vision", "mistral3-vision", "llava-vision", "hy_v4_vl-vision", "mistral_large4-vision")
+LONG_VISION += ("glm5_next-vision",)
 OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
 NEW = 12
 

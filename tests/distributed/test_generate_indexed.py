@@ -29,7 +29,8 @@ from tests.support.indexed_models import CACHED, COUNT, Choices, noting_choices
 
 NEW = 12
 BLOCKS = "minimax_m3_vl"
-VISION = ("hy_v4_vl-vision", "mistral_large4-vision")  # on text alone
+POOLS = "glm5_next-vision"
+VISION = ("hy_v4_vl-vision", "mistral_large4-vision", POOLS)  # on text alone
 EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
 
 
@@ -119,7 +120,7 @@ def test_two_hundred_tokens(family):
     at_all_worlds(family, ids_of(100), (3,), max_new_tokens=200)
 
 
-@pytest.mark.parametrize("family", families_but())
+@pytest.mark.parametrize("family", families_but(POOLS))
 def test_choices_equal_one_process_index_by_index(family, monkeypatch):
     """Of the prompt's queries on shards, and of every step."""
     ids = certain_ids(family, 100, max_new_tokens=NEW)

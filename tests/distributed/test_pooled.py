@@ -6,8 +6,11 @@ import functools
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from burst_attention import Mask
+from burst_attention.attention.plan import Plan
+from burst_attention.comm.local import LocalTransport
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.layers.pooled import PooledIndexer, Seen
@@ -15,6 +18,7 @@ from burst_attention.kernels import chosen as kernel
 from burst_attention.testing import local_world
 from tests.support import vision_models
 from tests.support.conditioning import certain, margin_of_choices
+from tests.support.generating import check_equal, generate, ids_of, labels_sent, model_of, over_ranks
 from tests.support.hybrid_models import apart, certain_tokens, one_process, tokens
 from tests.support.indexed_models import COUNT, HEADS, POOL, Sent, make_indexed, noting_choices
 from tests.support.indexed_steps import (
@@ -195,8 +199,6 @@ def test_what_is_refused_by_name():
     assert "may cut pools of keys" in refused(windowed)
     assert "a padding mask (zeros in attention_mask) is not supported" in refused(masked)
     assert "padding in front" in refused(padded_in_front)
-    with pytest.raises(ValueError, match="index_kpool=4 of the configuration: an indexer that pools keys has no cache"):
-        ShardedCache(model.config)
     with pytest.raises(ValueError, match="was not compared with one process under tensor parallelism"):
         hf.ranks_of_heads(vision_models.build(FAMILY), 2)
     with pytest.raises(ValueError, match=r"Glm5NextTextIndexer pools keys \(index_kpool=4\), and what it sends"):
@@ -250,3 +252,135 @@ def test_generation_on_one_rank_and_back():
 
     with local_world(2) as ranks:
         assert all(torch.equal(made, expected) for made in ranks.run(rank))
+
+
+TALKING = f"{FAMILY}-vision"  # with images, which no cache over ranks takes
+
+
+class OfRanks:
+    """Notes what the indexers return: by rank and layer, in the order of the sequence."""
+
+    def __init__(self, monkeypatch):
+        self.found, forward = {}, PooledIndexer.forward
+        monkeypatch.setattr(PooledIndexer, "forward", lambda *given, **named: self._noted(forward, *given, **named))
+
+    def _noted(self, forward, module, *args, **kwargs):
+        found, plan = forward(module, *args, **kwargs), module._plan()
+        whole = plan.unshard(found, 1) if isinstance(plan, Plan) else found
+        rank = plan.rank if isinstance(plan, Plan) else plan.attend.__self__.transport.rank
+        self.found.setdefault((rank, module.layer_idx), []).append(whole.long())
+        return found
+
+
+NEW = 6
+
+
+def conversation(model, cache, said, turns):
+    """Generate after each of these turns, given by their new tokens."""
+    for new in turns:
+        ids = torch.cat([said, new], 1)
+        out = generate(model, cache, ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW)
+        said = out.sequences
+    return out
+
+
+@pytest.mark.parametrize(("worlds", "chunk", "count"), [((2, 1), None, 130), ((3, 2), 64, 131), long((1, 3), None, 60)])
+def test_a_cache_chooses_as_one_process_does(worlds, chunk, count, monkeypatch, tmp_path):
+    """Index by index, on every rank: a prompt, steps, a turn whose one step completes pools; a turn of a loaded cache.
+
+    transformers has a cache, too.
+    """
+    stock, nothing = copy.deepcopy(model_of(TALKING, "eager")), ids_of(count, 2)[:, :0]
+
+    def alone(model, turns):
+        return conversation(model, DynamicCache(config=model.config.get_text_config()), nothing, turns)
+
+    draws = ([ids_of(size, 2, draw=draw) for size in (count, 9, 90)] for draw in range(16))
+    turns = certain(draws, lambda turns: margin_of_choices(stock, lambda model: alone(model, turns)))
+    said, choices = alone(stock, turns[:2]), OfRanks(monkeypatch)
+    expected = {}
+    for part in stock.modules():
+        if type(part).__name__.endswith("Indexer"):
+            noted = expected.setdefault(part.layer_idx, [])
+            part.register_forward_hook(lambda _, __, chosen, noted=noted: noted.append(chosen.long()))
+    answer = alone(stock, turns)
+
+    def begin(model, empty):
+        cache = ShardedCache(model.config, empty.group, prefill_chunk=chunk)
+        out = conversation(model, cache, nothing, turns[:2])
+        cache.save(tmp_path / "cache")
+        return out
+
+    def go_on(model, empty):
+        return conversation(
+            model, ShardedCache.load(tmp_path / "cache", model.config, empty.group), said.sequences, turns[2:]
+        )
+
+    check_equal(over_ranks(TALKING, worlds[0], begin), said)
+    begun, choices.found = choices.found, {}
+    check_equal(over_ranks(TALKING, worlds[1], go_on), answer)
+    length = said.sequences.shape[1] - 1
+    for layer, parts in expected.items():
+        theirs = torch.cat(parts, 1).sort(-1).values
+        for world, found, part in zip(
+            worlds, (begun, choices.found), theirs.split([length, theirs.shape[1] - length], 1), strict=True
+        ):
+            for rank in range(world):
+                assert torch.equal(torch.cat(found[rank, layer], 1).sort(-1).values, part), (rank, layer)
+    assert len(expected) == 2 and theirs.shape[1] == answer.sequences.shape[1] - 1
+
+
+def test_what_a_rank_holds_and_sends(monkeypatch):
+    """A step sends nothing for the choice. The pools and the last states are on every rank, their bytes counted."""
+    labels = labels_sent(monkeypatch, LocalTransport)
+
+    def use(model, cache):
+        generate(model, cache, ids_of(200), max_new_tokens=3)
+        layers = [*cache.sharded.values()]
+        assert [layer.pools is None for layer in layers] == [False, True, False]  # the second one's choice is shared
+        count, dim = cache.length // POOL, model.config.text_config.index_head_dim
+        for layer in (layers[0], layers[2]):
+            assert layer.index is None and layer.pools.shape == (1, count, dim)
+            assert layer.columns.shape == (1, 2 * dim + 1, POOL)
+        own = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
+        own += sum(layer.nbytes() for layer in cache.states.values())
+        assert cache.nbytes() == own + 2 * 8 * (count * dim + (2 * dim + 1) * POOL)
+        held = [len(layer.held) for layer in layers]
+        cache.reset()
+        assert cache.nbytes() == 0
+        return held
+
+    held = over_ranks(TALKING, 3, use)
+    assert [sum(each) for each in zip(*held, strict=True)] == [202] * 3 and min(map(min, held)) > 50
+    last = [label for rank, label in labels if rank == 0][-6:]
+    assert last == [f"decoding, token 201, layer {n}" for n in (1, 2, 4) for _ in range(2)]
+
+
+def test_a_cache_refuses_by_name():
+    ids = ids_of(90, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    config = make_indexed(FAMILY, layer_types=["indexed_attention"] * 5).config  # without recurrent layers
+
+    def use(model, cache):
+        with pytest.raises(ValueError, match="padding in front of rows"):
+            generate(model, cache, ids * mask, attention_mask=mask, max_new_tokens=2)
+        with pytest.raises(ValueError, match="the indexer of layer 0 counts pools from the start of a row"):
+            ShardedCache(config, cache.group).check_batch(torch.tensor([0, 20]), "cache")
+        for part in of_latents(model):
+            vars(part.indexer or part)["index_kpool_always_select_tail"] = False
+        with pytest.raises(ValueError, match="index_kpool_always_select_tail=False leaves the first 3 tokens"):
+            generate(model, cache, ids, max_new_tokens=2)
+        assert not cache.length and not cache.transport.sent and not cache.prefill_sent
+
+    over_ranks(TALKING, 2, use)
+
+
+def test_a_configuration_that_names_no_pools_is_refused():
+    def use(model, cache):
+        for layer in cache.sharded.values():
+            layer.pool = 0
+        with pytest.raises(ValueError, match="layer 1 pools keys, but its configuration says otherwise"):
+            generate(model, cache, ids_of(20), max_new_tokens=2)
+
+    over_ranks(TALKING, 2, use)

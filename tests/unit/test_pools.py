@@ -10,8 +10,9 @@ from burst_attention import make_plan
 from burst_attention.kernels import chosen
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
-from burst_attention.recurrence.pools import Pools, pooled, pools_of
+from burst_attention.recurrence.pools import PastPools, Pools, pooled, pooled_in_step, pools_of, pools_of_step
 from burst_attention.recurrence.runs import runs_of
+from burst_attention.testing import local_world
 
 DOCUMENTS = {"one": (0, 61), "packed": (0, 1, 5, 5, 9, 33, 40, 61), "short": (0, 2)}
 
@@ -41,6 +42,7 @@ def test_pools_are_those_counted(layout, documents, size):
             assert pools.starts.tolist() == starts and pools.layout.seqlen == len(starts)
             places = cut.positions(rank)
             assert np.stack(pools.seen, 1).tolist() == [list(seen[at]) for at in places]
+            assert len(pools.tails()) == len(places) and pools.count == len(starts) and not pools.held
             made = [starts[n] + size - 1 for n in pools.layout.places(rank)]
             assert made == sorted({*places.tolist()} & {start + size - 1 for start in starts})
 
@@ -51,6 +53,54 @@ def test_pools_of_one_rank_are_made_of_their_own_tokens():
     keys = pooled(x, lambda x: x.unflatten(1, (-1, 5)).sum(2), pools_of(plan, 5), plan)
     assert torch.equal(keys[0], torch.stack([x[0, at : at + 5].sum(0) for at in (0, 6, 11, 16)]))
     assert pools_of(plan, 5) is pools_of(plan, 5)
+
+
+def of_pieces(group, x, size, pieces):
+    """Check pools, in pieces of a sequence: on every rank in a step, else on shards behind what rank 0 holds."""
+    base, past, first = make_plan(64, group=group, strategy="layout=zigzag,ulysses_degree=1"), PastPools(), 0
+
+    def pool(x):
+        return x.unflatten(1, (-1, size)).sum(2)
+
+    starts, seen = of_all((0, x.shape[1]), size)
+    for count, shards in pieces:
+        stop = first + count
+        if shards:
+            held = [[range(first)], *[[]] * (base.world - 1)]
+            plan = base.following(count, first=first, mask=Mask(), held=held)
+            pools, places = pools_of(plan, size), plan.positions.tolist()
+            keys = pooled(plan.shard(x[:, first:stop], 1), pool, pools, plan, past=past)
+        else:
+            pools, places = pools_of_step(first, stop, size), [*range(first, stop)]
+            keys = pooled_in_step(x[:, first:stop], pool, pools, past)
+        assert pools.count == stop // size and torch.equal(keys, pool(x[:, : stop // size * size]))
+        assert pools.starts.tolist() == starts[: pools.count]
+        assert np.stack(pools.seen, 1).tolist() == [list(seen[at]) for at in places]
+        for at, tail in zip(places, pools.tails().tolist(), strict=True):
+            own = [*range((at + 1) // size * size, at + 1)]
+            assert tail == own + [-1] * (size - 1 - len(own))
+        first = stop
+    assert first == x.shape[1]
+    return past
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("begins_on_shards", [False, True])
+def test_pools_in_pieces_are_those_of_the_whole(size, begins_on_shards):
+    """Pools are completed by a step, by another rank's shard, or by a later piece; the last states are kept."""
+    x = torch.arange(2 * 98 * 3.0).view(2, 98, 3)
+    pieces = [(13, True)] if begins_on_shards else [(2, False), (11, False)]
+    pieces += [(33, True), (1, False), (1, False), (40, True), (10, False)]
+    for world in (1, 3):
+        with local_world(world) as ranks:
+            for past in ranks.run(of_pieces, x, size, pieces):
+                assert size == 1 or torch.equal(past.columns, x[:, -size:].mT)
+
+
+def test_pools_of_other_tokens_are_refused():
+    past, x = PastPools(), torch.zeros(1, 8, 3)
+    with pytest.raises(ValueError, match="the cache has 0 pools of keys, but 2 end before the new tokens"):
+        pooled_in_step(x, lambda x: x.unflatten(1, (-1, 4)).sum(2), pools_of_step(8, 16, 4), past)
 
 
 @pytest.mark.parametrize("keys", [5, 300])

@@ -138,7 +138,9 @@ class PastPools(Past):
         """Append the keys of new pools; return all."""
         held = 0 if self.keys is None else self.keys.shape[1]
         if held != pools.held:
-            raise ValueError(f"the cache has {held} pools of keys, but {pools.held} end before the new tokens; reset it")
+            raise ValueError(
+                f"the cache has {held} pools of keys, but {pools.held} end before the new tokens; reset it"
+            )
         if self.keys is None:
             self.keys = keys
         elif keys.shape[1]:
@@ -159,7 +161,7 @@ def pooled(
     exchange, own = RunExchange(plan, past=past), []
     before = exchange.before(x.transpose(0, 1), pools.size - 1).movedim(2, 0) if pools.size > 1 else None
     for at in sorted(range(len(exchange.own)), key=lambda at: pools.runs.own[at]):  # in the order of the sequence
-        run, numbers = exchange.own[at], pools.numbers[pools.runs.own[at]]
+        run, numbers = pools.runs.every[pools.runs.own[at]], pools.numbers[pools.runs.own[at]]
         whole, lead = x[:, run.local], pools.lead(run)
         if lead and before is not None:
             whole = torch.cat([before[:, at, before.shape[2] - lead :], whole], 1)

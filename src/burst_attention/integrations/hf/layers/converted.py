@@ -29,6 +29,7 @@ from burst_attention.recurrence.exchange import RunExchange
 from ..classes import Converted, become, revert, stock_class
 from ..reading import Kind, Part, Reading, known
 from ..reading.forwards import parameters_in, taker_of
+from ..reading.models import check_tail
 from ..running import ALONE, RUNNING, RunningPlans, running, running_plans
 from . import checks
 from .dealt import Step, passed
@@ -92,6 +93,8 @@ def check_cached(body: Reading, argument: str) -> None:
                 f"{argument}: {part} has a custom attention or counts positions, which has no cache over ranks yet; "
                 "use a model with rotary positions and plain attention"
             )
+        if part.kind is Kind.INDEXER:
+            check_tail(part.module)
 
 
 def hands_plans(reading: Reading) -> bool:

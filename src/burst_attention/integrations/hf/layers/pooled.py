@@ -78,6 +78,7 @@ class PooledIndexer(Indexer):
         if isinstance(plan, Plan):
             keys = pooled(packed_states, keys_of, pools, plan, past=self.past)
         else:
+            assert self.past is not None  # only a cache makes steps
             keys = pooled_in_step(packed_states, keys_of, pools, self.past)
         tokens = torch.from_numpy(pools.starts)[:, None] + torch.arange(self.index_kpool)
         tokens = tokens.to(keys.device, non_blocking=True).expand(len(keys), -1, -1)
