@@ -2,7 +2,7 @@
 
     cache.json                  what the cache belongs to, and each file's size and digest
     rank-00000.safetensors      keys and values of each layer that rank 0 held, and their slots; states of all tokens
-                                (and the keys of indexers)
+                                (and the keys of indexers; those of pools, and the last tokens' states)
 
 The ranks that load a folder may be fewer or more than those that wrote it. They deal all pages among them again.
 """
