@@ -41,7 +41,7 @@ FAMILIES = {
 # Whose attention projects keys and values from latents, and those that a cache over ranks takes.
 LATENTS = [family for family in FAMILIES if family != "minimax_m3_vl"]
 CACHED = [family for family in FAMILIES if family != SHARING]
-# Of these the indexer pools keys; no cache over ranks holds them.
+# Of these the indexer pools keys.
 POOL = 4  # tokens; with COUNT keys a query chooses among up to 24 pools
 _POOLED = {"num_hidden_layers": 5, "index_kpool": POOL, "qk_rope_head_dim": 0, "head_dim": 0, "num_key_value_heads": 4}
 _POOLED |= {"layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention", "indexed_attention"]}

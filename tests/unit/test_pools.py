@@ -98,9 +98,15 @@ def test_pools_in_pieces_are_those_of_the_whole(size, begins_on_shards):
 
 
 def test_pools_of_other_tokens_are_refused():
-    past, x = PastPools(), torch.zeros(1, 8, 3)
-    with pytest.raises(ValueError, match="the cache has 0 pools of keys, but 2 end before the new tokens"):
-        pooled_in_step(x, lambda x: x.unflatten(1, (-1, 4)).sum(2), pools_of_step(8, 16, 4), past)
+    x, keys = torch.zeros(1, 8, 3), torch.zeros(1, 2, 3)
+    wrong = [
+        (PastPools(), 8, "has 0 pools of keys, without the last tokens, but 2 pools and 0 tokens come before"),
+        (PastPools(torch.zeros(1, 3, 4), keys=keys), 12, "has 2 pools of keys, but 3 pools and 0 tokens come before"),
+        (PastPools(keys=keys), 9, "has 2 pools of keys, without the last tokens, but 2 pools and 1 tokens come before"),
+    ]
+    for past, first, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            pooled_in_step(x, lambda x: x.unflatten(1, (-1, 4)).sum(2), pools_of_step(first, first + 8, 4), past)
 
 
 @pytest.mark.parametrize("keys", [5, 300])

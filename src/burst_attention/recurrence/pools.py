@@ -134,13 +134,18 @@ class PastPools(Past):
 
     keys: Tensor | None = None
 
-    def join(self, keys: Tensor, pools: Pools) -> Tensor:
-        """Append the keys of new pools; return all."""
-        held = 0 if self.keys is None else self.keys.shape[1]
-        if held != pools.held:
+    def check(self, pools: Pools) -> None:
+        """Refuse what is not of the tokens before these pools."""
+        held, incomplete = 0 if self.keys is None else self.keys.shape[1], pools.lead(pools.runs.every[0])
+        if held != pools.held or (incomplete and self.columns is None):
+            tokens = "" if self.columns is not None else ", without the last tokens"
             raise ValueError(
-                f"the cache has {held} pools of keys, but {pools.held} end before the new tokens; reset it"
+                f"the cache has {held} pools of keys{tokens}, but {pools.held} pools and {incomplete} tokens come "
+                "before the new tokens; call its reset() on every rank"
             )
+
+    def join(self, keys: Tensor) -> Tensor:
+        """Append the keys of new pools; return all."""
         if self.keys is None:
             self.keys = keys
         elif keys.shape[1]:
@@ -158,6 +163,9 @@ def pooled(
         pool: makes keys [B, n, D] of the tokens of n neighbouring pools, [B, n size, C].
         past: what a cache keeps of the tokens before, to which it adds these. Their pools come first.
     """
+    if past is not None:
+        with plan.agreement.entering("pools of keys", once=True):
+            past.check(pools)
     exchange, own = RunExchange(plan, past=past), []
     before = exchange.before(x.transpose(0, 1), pools.size - 1).movedim(2, 0) if pools.size > 1 else None
     for at in sorted(range(len(exchange.own)), key=lambda at: pools.runs.own[at]):  # in the order of the sequence
@@ -169,14 +177,15 @@ def pooled(
     keys = pool(torch.cat(own, 1)).detach()
     if pools.layout.seqlen:
         keys = reshard("unshard", keys, 1, "slice", pools.layout, plan.transport, plan.agreement)
-    return keys if past is None else past.join(keys, pools)
+    return keys if past is None else past.join(keys)
 
 
 def pooled_in_step(x: Tensor, pool: Callable[[Tensor], Tensor], pools: Pools, past: PastPools) -> Tensor:
     """As :func:`pooled`, of tokens x [B, n, C] that every rank has: each makes the same keys. Exchanges nothing."""
+    past.check(pools)
     size, run = pools.size, pools.runs.every[0]
     columns = x.mT if past.columns is None else torch.cat([past.columns, x.mT], 2)
     whole = columns[..., columns.shape[2] - run.length - pools.lead(run) :].mT
     keys = pool(whole[:, : (pools.count - pools.held) * size])
     past.columns = F.pad(columns, (max(0, size - columns.shape[2]), 0))[..., -size:].clone()
-    return past.join(keys, pools)
+    return past.join(keys)

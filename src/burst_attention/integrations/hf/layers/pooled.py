@@ -80,8 +80,9 @@ class PooledIndexer(Indexer):
         else:
             assert self.past is not None  # only a cache makes steps
             keys = pooled_in_step(packed_states, keys_of, pools, self.past)
-        tokens = torch.from_numpy(pools.starts)[:, None] + torch.arange(self.index_kpool)
-        tokens = tokens.to(keys.device, non_blocking=True).expand(len(keys), -1, -1)
+        starts = torch.from_numpy(pools.starts).to(keys.device, non_blocking=True)
+        tokens = starts[:, None] + torch.arange(self.index_kpool, device=keys.device)
+        tokens = tokens.expand(len(keys), -1, -1)
         return keys, tokens, torch.ones(tokens.shape[:2], dtype=torch.bool, device=keys.device)
 
     def append_visible_tail(self, topk_indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
