@@ -284,7 +284,9 @@ def conversation(model, cache, said, turns):
     return out
 
 
-@pytest.mark.parametrize(("worlds", "chunk", "count"), [((2, 1), None, 130), ((3, 2), 64, 131), long((1, 3), None, 60)])
+@pytest.mark.parametrize(
+    ("worlds", "chunk", "count"), [long((2, 1), None, 130), ((3, 2), 64, 131), long((1, 3), None, 60)]
+)
 def test_a_cache_chooses_as_one_process_does(worlds, chunk, count, monkeypatch, tmp_path):
     """Index by index, on every rank: a prompt, steps, a turn whose one step completes pools; a turn of a loaded cache.
 

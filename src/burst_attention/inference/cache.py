@@ -55,7 +55,8 @@ class ShardedCache(DealtCache):
 
     The prompt is computed on shards, and each rank keeps its own. Pages of 64 generated tokens are dealt in turn.
     Layers with a window drop what no later token sees. One cache serves one batch: later turns continue its rows.
-    Recurrent layers have a state of a fixed size, which every rank holds.
+    Recurrent layers have a state of a fixed size, which every rank holds. GLM-5.3's keys of pools are on every
+    rank, too.
 
     Raises:
         TypeError, ValueError: the configuration has other layers than attention and recurrent ones, or no attention,
