@@ -66,16 +66,8 @@ def model_of(name, implementation="burst"):
         indexed.config.use_cache = indexed.generation_config.use_cache = True
         return indexed
     if name.endswith(VISION):
-        hf.register()
         kind = name.removesuffix(VISION)
-        text = {"max_position_embeddings": POSITIONS} | OWN_CACHE.get(kind, {})
-        seeing = build(kind, implementation=implementation, **text).eval()
-        seeing.get_output_embeddings().weight.data[IMAGE:] = 0  # so that it says no placeholder of an image
-        generator = torch.Generator().manual_seed(2)
-        for own, parameter in seeing.named_parameters():
-            if "softmax_scaling" in own:  # queries grow with their positions
-                parameter.data.normal_(float(own.endswith("bias")), 0.3, generator=generator)
-        return seeing
+        return vision_model(kind, implementation, **OWN_CACHE.get(kind, {}))
     if name in FAMILIES:
         hf.register()
         hybrid = make_hybrid(
@@ -99,6 +91,19 @@ def model_of(name, implementation="burst"):
     model = model_class(name)(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def vision_model(kind, implementation="burst", **settings):
+    """Return a vision-language model in fp64 that says no token of an image; ``settings``: of its language model."""
+    hf.register()
+    text = {"max_position_embeddings": POSITIONS} | settings
+    model = build(kind, implementation=implementation, **text).eval()
+    model.get_output_embeddings().weight.data[IMAGE:] = 0
+    generator = torch.Generator().manual_seed(2)
+    for own, parameter in model.named_parameters():
+        if "softmax_scaling" in own:  # queries grow with their positions
+            parameter.data.normal_(float(own.endswith("bias")), 0.3, generator=generator)
     return model
 
 

@@ -6,6 +6,8 @@ Its tokens are compared with those of one process: of a prompt, whole and in pie
 ranks saved, and of a seed. Each rank's share of the matrices is counted, and what is gathered for each token.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
@@ -86,7 +88,30 @@ def over_ranks(model_type: str, seed: int, texts: list[torch.Tensor], folder: st
     return found, held / sum(sizes.values()), gathered / sum(sizes.values())
 
 
-def judge(model_type: str, pools: dict[int, WorkerPool]) -> str:
+class Pools:
+    """Processes of each number of ranks; after an error they are started anew. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def run(self, world: int, function: Any, *arguments: Any, **limits: float) -> list[Any]:
+        """Call a function on every rank, as ``WorkerPool.run``."""
+        pool = self._pools.get(world)
+        if pool is not None and pool.broken:
+            pool.close()
+        if pool is None or pool.broken:
+            pool = self._pools[world] = WorkerPool(world)
+        return pool.run(function, *arguments, **limits)
+
+
+def judge(model_type: str, pools: Pools) -> str:
     """Return "equal" and what was counted, or what was wrong."""
     draws = ((seed, made(model_type, seed)) for seed in range(DRAWS))
     seed, alone = certain(draws, lambda draw: margin_of_choices(draw[1], one_process))
@@ -94,9 +119,7 @@ def judge(model_type: str, pools: dict[int, WorkerPool]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for world in (2, 1, 3, 4):
             try:
-                if world not in pools or pools[world].broken:
-                    pools[world] = WorkerPool(world)
-                done = pools[world].run(over_ranks, model_type, seed, texts, str(Path(folder) / "cache"))
+                done = pools.run(world, over_ranks, model_type, seed, texts, str(Path(folder) / "cache"))
             except WorkerError as error:
                 return f"{world} ranks: error: {str(error)[:300]}"
             for found, held, gathered in done:
@@ -117,9 +140,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_type", nargs="*")
     torch.set_num_threads(1)
-    pools: dict[int, WorkerPool] = {}
     wrong = 0
-    try:
+    with Pools() as pools:
         for model_type in parser.parse_args().model_type or generating():
             try:
                 verdict = judge(model_type, pools)
@@ -127,9 +149,6 @@ def main() -> int:
                 verdict = f"error: {type(error).__name__}: {str(error)[:300]}"
             wrong += not verdict.startswith("equal")
             print(f"{model_type:26} {verdict}", flush=True)
-    finally:
-        for pool in pools.values():
-            pool.close()
     return int(wrong > 0)
 
 

@@ -2,31 +2,58 @@
 
     python tests/tools/vision_families.py [MODEL_TYPE ...]    writes docs/models.md without a model type
 
+Text alone also generates over 1 to 3 ranks: a prompt, whole and in pieces, later turns, a saved cache, and a seed.
+
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
 
 import copy
+import faulthandler
+import functools
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import distributed as dist
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
+from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.call import vision
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
-from tests.support.conditioning import greatest, name_of_worst
+from tests.support.conditioning import certain, greatest, margin_of_choices, name_of_worst
 from tests.support.equal import stock_loss
-from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, apart_of, first_line, reasons, refusal, refusal_of, run
+from tests.support.generating import generate, vision_model
+from tests.tools.families import (
+    BOUND,
+    DRAWS,
+    GRADIENT_BOUND,
+    WORLD,
+    apart_of,
+    first_line,
+    is_ours,
+    reasons,
+    refusal,
+    refusal_of,
+    run,
+)
+from tests.tools.shared_families import SAMPLED, Pools
 
 _GENERATE = (
     "**Generate over ranks**: text alone, where the model only embeds it "
     "([which](how-to/generate.md#text-with-vision-language-models)). Images in the prompt have no cache over ranks."
 )
 LARGEST = 30_000_000  # parameters of a model that is run
+PROMPT, TURNS, NEW = 150, (20, 80), {"max_new_tokens": 6}  # tokens of text alone; the last turn continues a saved cache
+ORDINARY = 80  # tokens that stand for text alone
+LOGITS = 2e-6  # how far they may be from one process's
+PATIENCE = 120  # seconds that the ranks have
 
 
 @dataclass
@@ -41,13 +68,22 @@ class Verdict:
     tower: int = 0  # parameters outside of the language model that get a gradient
     tokens: int = 0  # image tokens of the batch
     packed: str = ""  # of documents in a row: as ``kind``
+    generates: str = ""  # from text alone: equal, different, an error, or how it is refused
 
     def __str__(self) -> str:
         figures = f"{self.loss:.0e} {self.gradients:.0e} {self.tower:3} {self.tokens:3} {self.packed}"
-        return f"{self.kind:10} {self.model_type:22} {figures} {self.text}"
+        return f"{self.kind:10} {self.model_type:22} {figures} {self.text}; generates: {self.generates}"
 
 
-def judge(model_type: str) -> Verdict:
+def judge(model_type: str, pools: Pools) -> Verdict:
+    """Compare the model over ranks with one process: its training on images, and what it generates."""
+    verdict = _trained(model_type)
+    if verdict.kind in ("equal", "refused"):
+        verdict.generates = _generates(model_type, pools)
+    return verdict
+
+
+def _trained(model_type: str) -> Verdict:
     """Compare the model over ``WORLD`` ranks with one process, on two rows with three images."""
     try:
         with torch.device("meta"):
@@ -139,6 +175,81 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
     return Verdict(model_type, "equal" if right else "different", text_of, off, apart[worst], len(moved), tokens)
 
 
+def _generates(model_type: str, pools: Pools) -> str:
+    """Whether text alone generates one process's tokens and logits over ranks, or how it is refused."""
+    alone = vision_model(model_type, "eager")
+    try:
+        draws = (_text(PROMPT, seed) for seed in range(DRAWS))
+        prompt = certain(draws, lambda ids: margin_of_choices(alone, lambda model: _one_process(model, ids)))
+        expected = _one_process(alone, prompt)
+    except Exception as error:
+        return f"not run: {first_line(error)}"
+    texts = [out.sequences for out in expected]
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (2, 1, 3):
+            arguments = (model_type, prompt, texts, str(Path(folder) / "cache"))
+            try:
+                done = pools.run(world, _over_ranks, *arguments, timeout=PATIENCE)
+            except WorkerError as error:
+                return f"error over {world} ranks: {str(error)[-600:]}"
+            if all(isinstance(each, str) for each in done):
+                return done[0]
+            for found in done:
+                for n, (out, logits) in found:
+                    apart = (logits - torch.stack(expected[n].logits)).abs().max().item()
+                    if not torch.equal(out, texts[n]) or not apart <= LOGITS:
+                        return f"different over {world} ranks: text {n}, logits by {apart:.0e}"
+    return "equal"
+
+
+def _text(count: int, seed: int) -> torch.Tensor:
+    """Ids [1, count] of tokens that stand for text."""
+    return torch.randint(3, ORDINARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def _one_process(model: Any, prompt: torch.Tensor) -> list[Any]:
+    """The prompt's text, those of the later turns, and that of a seed. No turn reuses keys."""
+    outs = [_of(model, prompt)]
+    for count in TURNS:
+        outs.append(_of(model, torch.cat([outs[-1].sequences, _text(count, count)], 1)))
+    return [*outs, _sampled(model, prompt)]
+
+
+def _of(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+    # A model may have said the token of padding.
+    return generate(model, cache, ids, attention_mask=torch.ones_like(ids), **NEW | options)
+
+
+def _sampled(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
+    torch.manual_seed(3)
+    return _of(model, ids, cache, **SAMPLED)
+
+
+def _over_ranks(model_type: str, prompt: torch.Tensor, texts: list[torch.Tensor], folder: str) -> Any:
+    """A rank's (number, (tokens, logits)) of each text, or how the cache is refused."""
+    faulthandler.dump_traceback_later(PATIENCE - 20)
+    transformers_logging.set_verbosity_error()
+    model = vision_model(model_type)
+    inputs = [prompt, *(text[:, : -NEW["max_new_tokens"]] for text in texts[1:3])]
+    try:
+        model = hf.parallelize(model, timeout=60)
+        cache, pieces = (ShardedCache(model.config, timeout=60, prefill_chunk=chunk) for chunk in (None, 64))
+        outs = [(0, _of(model, inputs[0], cache)), (1, _of(model, inputs[1], cache))]
+        outs += [(0, _of(model, inputs[0], pieces)), (1, _of(model, inputs[1], pieces))]
+        if dist.get_world_size() == 2:
+            cache.save(folder)
+        outs.append((2, _of(model, inputs[2], pieces)))
+        outs.append((2, _of(model, inputs[2], ShardedCache.load(folder, model.config, timeout=60))))
+        outs.append((3, _sampled(model, prompt, ShardedCache(model.config, timeout=60))))
+    except (TypeError, ValueError) as error:
+        if not is_ours(error):
+            raise
+        return str(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return [(n, (out.sequences, torch.stack(out.logits))) for n, out in outs]
+
+
 def page(verdicts: list[Verdict]) -> str:
     """The section of docs/models.md about vision-language models."""
     equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
@@ -164,4 +275,6 @@ def page(verdicts: list[Verdict]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, judge, "Vision-language models", page))
+    with Pools() as pools:
+        judged = functools.partial(judge, pools=pools)
+        sys.exit(run(__doc__, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, judged, "Vision-language models", page))
