@@ -10,6 +10,7 @@ A model that comes out "different" (plausible wrong numbers) or "error" (no refu
 import copy
 import faulthandler
 import functools
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ from tests.support.equal import stock_loss
 from tests.support.generating import generate, vision_model
 from tests.tools.families import (
     BOUND,
-    DRAWS,
     GRADIENT_BOUND,
     WORLD,
     apart_of,
     first_line,
     is_ours,
+    mixers_of,
     reasons,
     refusal,
     refusal_of,
@@ -45,14 +46,12 @@ from tests.tools.families import (
 )
 from tests.tools.shared_families import SAMPLED, Pools
 
-_GENERATE = (
-    "**Generate over ranks**: text alone, where the model only embeds it "
-    "([which](how-to/generate.md#text-with-vision-language-models)). Images in the prompt have no cache over ranks."
-)
 LARGEST = 30_000_000  # parameters of a model that is run
 PROMPT, TURNS, NEW = 150, (20, 80), {"max_new_tokens": 6}  # tokens of text alone; the last turn continues a saved cache
+DRAWS = 40  # of prompts
 ORDINARY = 80  # tokens that stand for text alone
 LOGITS = 2e-6  # how far they may be from one process's
+_OF_TEXT = re.compile(r"\w+ is a vision-language model that .*: with text alone it (.*?)(?:\(|;|\. )")
 PATIENCE = 120  # seconds that the ranks have
 
 
@@ -76,15 +75,7 @@ class Verdict:
 
 
 def judge(model_type: str, pools: Pools) -> Verdict:
-    """Compare the model over ranks with one process: its training on images, and what it generates."""
-    verdict = _trained(model_type)
-    if verdict.kind in ("equal", "refused"):
-        verdict.generates = _generates(model_type, pools)
-    return verdict
-
-
-def _trained(model_type: str) -> Verdict:
-    """Compare the model over ``WORLD`` ranks with one process, on two rows with three images."""
+    """Compare the model over ranks with one process: its training on images, and what it generates from text alone."""
     try:
         with torch.device("meta"):
             size = sum(each.numel() for each in vision_models.build(model_type).parameters())
@@ -93,6 +84,16 @@ def _trained(model_type: str) -> Verdict:
         alone = vision_models.build(model_type)
     except Exception as error:
         return Verdict(model_type, "not built", first_line(error))
+    verdict = _trained(model_type, alone)
+    if verdict.kind in ("equal", "not built"):  # what can't be made may be images alone
+        verdict.generates = _generates(model_type, pools)
+    if verdict.generates.startswith(("different", "error")):
+        verdict.kind, verdict.text = verdict.generates.partition(" ")[0], f"generate: {verdict.generates}"
+    return verdict
+
+
+def _trained(model_type: str, alone: Any) -> Verdict:
+    """Compare the model over ``WORLD`` ranks with one process, on two rows with three images."""
     try:
         batch = vision_models.images_and_text(alone)
         expected = stock_loss(alone, batch)
@@ -177,10 +178,11 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
 
 def _generates(model_type: str, pools: Pools) -> str:
     """Whether text alone generates one process's tokens and logits over ranks, or how it is refused."""
-    alone = vision_model(model_type, "eager")
     try:
+        alone = vision_model(model_type, "eager")
+        dtype = torch.float64 if mixers_of(alone) else torch.float32  # the former are made exact
         draws = (_text(PROMPT, seed) for seed in range(DRAWS))
-        prompt = certain(draws, lambda ids: margin_of_choices(alone, lambda model: _one_process(model, ids)))
+        prompt = certain(draws, lambda ids: margin_of_choices(alone, lambda model: _one_process(model, ids), dtype))
         expected = _one_process(alone, prompt)
     except Exception as error:
         return f"not run: {first_line(error)}"
@@ -250,11 +252,21 @@ def _over_ranks(model_type: str, prompt: torch.Tensor, texts: list[torch.Tensor]
     return [(n, (out.sequences, torch.stack(out.logits))) for n, out in outs]
 
 
+def _no_cache(generates: str) -> tuple[str, str]:
+    """The heading of those that don't generate over ranks, and the reason."""
+    if generates == "equal":
+        return generates, ""
+    shorter = _OF_TEXT.match(generates)
+    return "refuse the cache", f"with text alone it {shorter[1]}" if shorter else generates
+
+
 def page(verdicts: list[Verdict]) -> str:
     """The section of docs/models.md about vision-language models."""
     equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
     tower = [verdict.tower for verdict in equal]
     packed = sorted(verdict.model_type for verdict in equal if verdict.packed == "equal")
+    generate = sorted(verdict.model_type for verdict in verdicts if verdict.generates == "equal")
+    others = [Verdict(each.model_type, *_no_cache(each.generates)) for each in verdicts if each.generates]
     apart = f"{max(each.loss for each in equal):.0e}, gradients by {max(each.gradients for each in equal):.0e}"
     lines = [
         f"All {len(verdicts)} types of transformers {transformers.__version__}: {WORLD} ranks.",
@@ -267,7 +279,12 @@ def page(verdicts: list[Verdict]) -> str:
         f"**Packed documents**, by `position_ids` that restart ({len(packed)}), equal, too; all others refuse them:",
         f"{', '.join(packed)}.",
         "",
-        _GENERATE,
+        f"**Generate over ranks** ({len(generate)}): with a `ShardedCache`, tokens and logits after text alone are one",
+        "process's, over 1, 2 and 3 ranks ([details](how-to/generate.md#text-with-vision-language-models)).",
+        "",
+        f"{', '.join(generate)}.",
+        "",
+        *reasons(others),
         "",
         *reasons(verdicts),
     ]

@@ -184,7 +184,9 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _C
     cache.move(ids.device)
     _check_positions(places, values.get("position_ids"))
     argmax = isinstance(values.get("logits_to_keep"), NextToken)
-    return _CachedCall(fit, cache, ids, mask, padding, places, past, _kept(values, count), argmax)
+    # generate reads the last logits alone, and passes no number to a model whose forward names none.
+    keep = _kept(values, count) if state.passed is None or "logits_to_keep" in values else 1
+    return _CachedCall(fit, cache, ids, mask, padding, places, past, keep, argmax)
 
 
 def _fit(model: Any, cache: Any, argument: str) -> Fit:

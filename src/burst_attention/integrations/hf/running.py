@@ -51,8 +51,10 @@ class RunningPlans(Plans):
 
 @torch.compiler.disable
 def _is_view(x: Any, y: torch.Tensor) -> bool:
-    """Return whether x is y, taken out of a stack again, as in Qwen 3.5."""
-    return isinstance(x, torch.Tensor) and x.is_set_to(y)
+    """Return whether x is y, taken out of a stack again, as in Qwen 3.5, or equal axes of y, as in GLM-4.5V."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    return (x[0] if x.dim() == 3 and x.stride(0) == 0 else x).is_set_to(y)
 
 
 class _Running(threading.local):
