@@ -51,7 +51,8 @@ PROMPT, TURNS, NEW = 150, (20, 80), {"max_new_tokens": 6}  # tokens of text alon
 DRAWS = 40  # of prompts
 ORDINARY = 80  # tokens that stand for text alone
 LOGITS = 2e-6  # how far they may be from one process's
-_OF_TEXT = re.compile(r"\w+ is a vision-language model that .*: with text alone it (.*?)(?:\(|;|\. )")
+_NOT_RUN = "not run: "
+_OF_TEXT = re.compile(r"\w+ is a vision-language model that .*: (with text alone it .*?)(?: \(|;|\. )")
 PATIENCE = 120  # seconds that the ranks have
 
 
@@ -185,7 +186,7 @@ def _generates(model_type: str, pools: Pools) -> str:
         prompt = certain(draws, lambda ids: margin_of_choices(alone, lambda model: _one_process(model, ids), dtype))
         expected = _one_process(alone, prompt)
     except Exception as error:
-        return f"not run: {first_line(error)}"
+        return _NOT_RUN + first_line(error)
     texts = [out.sequences for out in expected]
     with tempfile.TemporaryDirectory() as folder:
         for world in (2, 1, 3):
@@ -252,12 +253,28 @@ def _over_ranks(model_type: str, prompt: torch.Tensor, texts: list[torch.Tensor]
     return [(n, (out.sequences, torch.stack(out.logits))) for n, out in outs]
 
 
+def _generate_of(verdicts: list[Verdict]) -> list[str]:
+    """The paragraphs about text alone."""
+    equal = sorted(verdict.model_type for verdict in verdicts if verdict.generates == "equal")
+    others = [Verdict(each.model_type, *_no_cache(each.generates)) for each in verdicts if each.generates]
+    return [
+        f"**Generate over ranks** ({len(equal)}): with a `ShardedCache`, the tokens and logits of one process after a",
+        "prompt of text alone, over 1, 2 and 3 ranks ([details](how-to/generate.md#text-with-vision-language-models)).",
+        "",
+        f"{', '.join(equal)}.",
+        "",
+        *reasons(others),
+    ]
+
+
 def _no_cache(generates: str) -> tuple[str, str]:
     """The heading of those that don't generate over ranks, and the reason."""
     if generates == "equal":
         return generates, ""
+    if generates.startswith(_NOT_RUN):
+        return "not generated", generates.removeprefix(_NOT_RUN)
     shorter = _OF_TEXT.match(generates)
-    return "refuse the cache", f"with text alone it {shorter[1]}" if shorter else generates
+    return "refuse the cache", shorter[1] if shorter else generates
 
 
 def page(verdicts: list[Verdict]) -> str:
@@ -265,8 +282,6 @@ def page(verdicts: list[Verdict]) -> str:
     equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
     tower = [verdict.tower for verdict in equal]
     packed = sorted(verdict.model_type for verdict in equal if verdict.packed == "equal")
-    generate = sorted(verdict.model_type for verdict in verdicts if verdict.generates == "equal")
-    others = [Verdict(each.model_type, *_no_cache(each.generates)) for each in verdicts if each.generates]
     apart = f"{max(each.loss for each in equal):.0e}, gradients by {max(each.gradients for each in equal):.0e}"
     lines = [
         f"All {len(verdicts)} types of transformers {transformers.__version__}: {WORLD} ranks.",
@@ -279,12 +294,7 @@ def page(verdicts: list[Verdict]) -> str:
         f"**Packed documents**, by `position_ids` that restart ({len(packed)}), equal, too; all others refuse them:",
         f"{', '.join(packed)}.",
         "",
-        f"**Generate over ranks** ({len(generate)}): with a `ShardedCache`, tokens and logits after text alone are one",
-        "process's, over 1, 2 and 3 ranks ([details](how-to/generate.md#text-with-vision-language-models)).",
-        "",
-        f"{', '.join(generate)}.",
-        "",
-        *reasons(others),
+        *_generate_of(verdicts),
         "",
         *reasons(verdicts),
     ]
