@@ -72,7 +72,8 @@ class Verdict:
 
     def __str__(self) -> str:
         figures = f"{self.loss:.0e} {self.gradients:.0e} {self.tower:3} {self.tokens:3} {self.packed}"
-        return f"{self.kind:10} {self.model_type:22} {figures} {self.text}; generates: {self.generates}"
+        generates = f"; generates: {self.generates}" if self.generates else ""
+        return f"{self.kind:10} {self.model_type:22} {figures} {self.text}{generates}"
 
 
 def judge(model_type: str, pools: Pools) -> Verdict:

@@ -12,7 +12,7 @@ from burst_attention.integrations.hf.reading import known
 from burst_attention.testing import local_world
 from burst_train.step.model import _check_parts
 from tests.support.generating import TEMPERED
-from tests.tools import families
+from tests.tools import families, vision_families
 
 # By the configuration's layers, by a layer's own attention, by the parts of the model, by its layers.
 REFUSED = {
@@ -176,6 +176,23 @@ def test_the_page_names_each_model_and_groups_reasons():
     assert "**Equal** (2): loss and logits differ by at most 2e-07, gradients by 2e-07" in page
     assert "| attention alone | plain |" in page and "| sinks | mixed |" in page and "| windows | mixed |" in page
     assert page.endswith("**Refused** (2):\n\n- no1 (Own1), no2 (Own2): mixes tokens")
+
+
+def test_the_page_of_vision_language_models_groups_how_they_generate():
+    own = "is a vision-language model that has no cache over ranks: with text alone it changes embeddings; generate on"
+    verdicts = [vision_families.Verdict(f"{n}", "equal", generates=f"Own{n} {own} one rank") for n in (1, 2)]
+    verdicts += [
+        vision_families.Verdict("plain", "equal", packed="equal", generates="equal"),
+        vision_families.Verdict("text", "not built", "no images are made here", generates="equal"),
+        vision_families.Verdict("stuck", "not built", "no images are made here", generates="not run: TypeError: no"),
+        vision_families.Verdict("away", "refused", "it is too large"),
+    ]
+    page = vision_families.page(verdicts)
+    assert "**Equal** (3): losses" in page and "\n\n1, 2, plain.\n\n" in page
+    assert "**Generate over ranks** (2): " in page and "\n\nplain, text.\n\n" in page
+    assert "**Not generated** (1):\n\n- stuck: TypeError: no\n\n" in page
+    assert "**Refuse the cache** (2):\n\n- 1, 2: with text alone it changes embeddings\n\n**Not built**" in page
+    assert page.endswith("**Refused** (1):\n\n- away: it is too large")
 
 
 @pytest.mark.slow
