@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def build_empty(config: Any) -> Any:
-    """Return the model of a configuration without memory for its weights."""
+    """Return the model of a configuration without memory for its weights; ValueError if none takes text alone."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        images = ", a vision-language model," * (getattr(config, "vision_config", None) is not None)
+        raise ValueError(
+            f"model_type={config.model_type!r} of the configuration{images} has no causal language model in "
+            "transformers, and this command takes only those; train it by hf.parallelize and a trainer"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

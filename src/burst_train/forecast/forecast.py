@@ -22,7 +22,7 @@ from ..strategies import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, AttentionTimes, Transfer, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
 from .memory import OVERLAPPING, REMATS, StepMemory
-from .models import FORMULA
+from .models import FORMULA, padded
 from .request import TENSOR, ForecastRequest
 
 MESHES = (2, 4, 8)  # ranks of a tensor-parallel axis that are predicted, if they divide a node
@@ -322,10 +322,11 @@ class PredictedStep:
         """The exchange of parameters and gradients in a step.
 
         Sharded weights are gathered for the forward and for the backward, those outside layers once; gradients are
-        scattered in fp32. With tensor parallelism, only the gradients of whole weights are summed.
+        scattered in fp32. FSDP2 sends as many rows of a weight for each rank as the fullest one has. With tensor
+        parallelism, only the gradients of whole weights are summed.
         """
         m, cluster, io = self.q.model, self.q.cluster, self.q.io
-        layers, root = m.layers_size, m.root_size
+        layers, root = padded(m.inside, cluster.ranks), padded(m.outside, cluster.ranks)
         size = 2 * io * root if self.whole else io * (2 * layers + root) + 4 * (layers + root)
         return gather(size, cluster.ranks, cluster.per_node, cluster.rates)
 

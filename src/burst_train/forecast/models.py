@@ -8,7 +8,7 @@ rule runs on values of width V + K. Chunked kernels multiply somewhat more. A co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import ceil
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from burst_attention.integrations import hf
 from burst_attention.plan.indexed import Indexed
@@ -25,6 +26,7 @@ from ..step.model import load_config
 from ..step.positions import scale_rope
 from ..strategies import Heads
 from ..structure import build_empty, decoder_layers
+from .mixture import Mixture, blocks_of, mixtures_of
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
@@ -35,6 +37,8 @@ _STATES = {
     "lightning": ("num_attention_heads", "head_dim", "head_dim"),
     "Mamba 2": ("num_heads", "head_dim", "ssm_state_size"),
 }
+LINEAR = (nn.Linear, Conv1D)
+_CONNECTIONS = ("HyperConnection", "HyperHead")  # ends of the names of classes that mix streams of hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class Model(Heads):
     reaches: tuple[hf.Reach, ...]  # what each attention sees
     indexed: tuple[Indexed | None, ...]  # how each attends to chosen keys; None: to all
     index_products: int = 0  # multiplications per token in the indexers' linear layers, which have no backward
+    mixtures: tuple[Mixture, ...] = ()  # of the layers that have one
     positions: int | None = None  # max_position_embeddings; None: not stated, or as many as the run needs
 
     @classmethod
@@ -59,9 +64,6 @@ class Model(Heads):
         """Read a configuration's model. Raise ValueError if a part of it is not predicted."""
         config = config.get_text_config(decoder=True)
         model, heads = build_empty(config), Heads.of(config)
-        experts = next((each for each in model.modules() if type(each).__name__.endswith("Experts")), None)
-        if experts is not None:
-            raise ValueError(f"has a mixture of experts ({type(experts).__name__}), whose work is not predicted")
         reaches, layers, indexed = hf.attention_windows(model), decoder_layers(model), hf.indexed_layers(model)
         indexers = [each for each in model.modules() if type(each).__name__.endswith("Indexer")]
         if len(indexers) != sum(each is not None and each.chooses for each in indexed):
@@ -70,13 +72,11 @@ class Model(Heads):
         if not reaches or not heads.q_heads:
             raise ValueError("has no attention layer with known heads, and only a step with attention is predicted")
         inside = {id(p): _matrix(p) for p in layers.parameters()}
-        linear = [each for layer in layers for each in layer.modules() if isinstance(each, nn.Linear)]
-        recurrent = hf.recurrent_layers(layers).items()
-        scoring = sum(
-            each.weight.numel() for part in indexers for each in part.modules() if isinstance(each, nn.Linear)
-        )
-        states = sum(_state_products(layers.get_submodule(path), kind) for path, kind in recurrent)
-        head = model.get_output_embeddings().weight
+        head, mixtures = model.get_output_embeddings().weight, mixtures_of(layers, config)
+        if mixtures:
+            columns = heads.intermediate * (len(layers) - len(mixtures)) + sum(each.columns for each in mixtures)
+            heads = replace(heads, intermediate=columns // len(layers))
+        scoring = sum(map(_linear_products, indexers))
         return cls(
             **vars(heads),
             name=name,
@@ -84,12 +84,13 @@ class Model(Heads):
             vocabulary=head.shape[0],
             inside=tuple(inside.values()),
             outside=tuple(_matrix(p) for p in model.parameters() if id(p) not in inside),
-            products=sum(each.weight.numel() for each in linear) + states - scoring,
+            products=_products(model, layers) + sum(each.products for each in mixtures) - scoring,
             index_products=scoring,
             head_products=head.numel(),
             tied=head is model.get_input_embeddings().weight,
             reaches=tuple(reaches),
             indexed=tuple(indexed),
+            mixtures=tuple(mixtures),
             positions=getattr(config, POSITIONS, None) if has_own_positions(name) else None,
         )
 
@@ -113,6 +114,11 @@ class Model(Heads):
     def chooses(self) -> bool:
         """Whether an indexer chooses the keys of any layer."""
         return any(self.indexed)
+
+    @property
+    def rows_width(self) -> float:
+        """Numbers of the rows that are copied to experts, per token and layer, the mean of all layers."""
+        return sum(each.per_token * each.hidden for each in self.mixtures) / self.layers
 
     @property
     def q_width(self) -> int:
@@ -183,9 +189,37 @@ def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
         raise ValueError(f"--model {name!r} {error}") from None
 
 
+def padded(weights: Iterable[Matrix], ranks: int) -> int:
+    """Return the numbers of weights of which each rank has as many rows as the fullest one."""
+    return sum(ceil(rows / ranks) * ranks * columns for rows, columns in weights)
+
+
 def _matrix(parameter: nn.Parameter) -> Matrix:
     rows = parameter.shape[0] if parameter.ndim else 1
     return rows, parameter.numel() // max(1, rows)
+
+
+def _products(model: nn.Module, layers: nn.Module) -> int:
+    """Return multiplications per token in linear layers, states and hyper-connections, those of indexers included.
+
+    ValueError: a layer has matrices that are none of these, nor of a mixture.
+    """
+    recurrent = hf.recurrent_layers(layers)
+    apart = {part for path in recurrent for part in layers.get_submodule(path).modules()}
+    apart |= {part for block in blocks_of(layers) for part in block.modules()}
+    connections = [each for each in model.modules() if type(each).__name__.endswith(_CONNECTIONS)]
+    for part in layers.modules():
+        matrices = {name: x for name, x in part._parameters.items() if x is not None and x.numel() > max(x.shape)}
+        if matrices and not isinstance(part, (*LINEAR, nn.Embedding)) and part not in {*apart, *connections}:
+            names = ", ".join(matrices)
+            raise ValueError(f"has weights ({names} of {type(part).__name__}) whose work is not predicted")
+    states = sum(_state_products(layers.get_submodule(path), kind) for path, kind in recurrent.items())
+    mixing = sum(x.numel() for each in connections for x in each.parameters() if x.ndim > 1)
+    return _linear_products(layers) + states + mixing
+
+
+def _linear_products(part: nn.Module) -> int:
+    return sum(each.weight.numel() for each in part.modules() if isinstance(each, LINEAR))
 
 
 def _state_products(mixer: Any, kind: str) -> int:

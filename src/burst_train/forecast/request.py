@@ -23,7 +23,7 @@ from .attention import Transfer, Workload, gather
 from .models import Model
 
 # Families whose tensor parallelism is predicted: each rank has a part of the heads and of all that follows.
-CUT = ("gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+CUT = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 TENSOR = "/tp:"  # between a strategy's name and the number of ranks that cut the model
 
 # Share of a device's memory that a step may use. The process, the allocator and libraries need the rest.
@@ -264,7 +264,10 @@ class ForecastRequest:
         # Counted in transformers' Llama under eager PyTorch: a norm, in fp32, moves 4 io + 28 bytes per element, the
         # rotary embedding of q and k 10 io, a residual sum 3 io, the gate 5 io.
         norms_and_sums = (2 * (4 * io + 28) + 2 * 3 * io) * m.hidden
-        each_token = norms_and_sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
+        each_token: float = norms_and_sums + 10 * io * (m.q_width + m.kv_width) + 5 * io * m.intermediate
+        # In its experts (``grouped_mm``): a copy in their order, then the product with fp32 weights, a copy back and a
+        # sum, in fp32.
+        each_token += (3 * io + 16) * m.rows_width
         return self.batch * self.tokens * m.layers * each_token / (BANDWIDTH_EFFICIENCY * bandwidth)
 
     def copy_seconds(self, computing: float) -> float:

@@ -73,6 +73,8 @@ def served(request: ForecastRequest, host: float | None = None) -> list[Served]:
         ValueError: the model's family, or the speed of the device's memory, is unknown.
     """
     name, family = request.model.name, request.model.family
+    if request.model.mixtures:
+        raise ValueError(f"--model {name!r} has a mixture of experts, which --generate does not predict; leave it out")
     if family not in FORMULA:
         raise ValueError(f"--model {name!r} is of the family {family}; --generate predicts {', '.join(FORMULA)}")
     prompt = predicted_step(request.strategy, request)

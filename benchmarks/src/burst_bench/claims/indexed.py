@@ -3,14 +3,15 @@
 Both run in one process each, with the same threads, and take turns. The layer is small: hidden 512, 8 heads, 8 index
 heads, 256 chosen keys, a dense MLP of 64, a vocabulary of 128, in fp32 with random weights. A step is a forward and a
 backward. A first step is not timed: it compares the losses and counts peak memory, the most resident bytes minus those
-before. --ours lists lengths that stock is not run at.
+before. --ours lists lengths that stock is not run at. With --experts, a mixture of that many experts, of which a token
+uses two and a shared one, each as wide as a quarter of the hidden states, takes the place of the MLP.
 
 With --cluster, ours over its ranks takes turns with ours in one process, each rank with one thread. Rates are measured
 first, as burst calibrate does, with unlimited links; these time none of the steps. Then seconds and bytes of a step are
 predicted from them, as burst plan does, and compared with those measured and counted. It needs root and iproute2.
 
     burst bench indexed [--seq-lens 4096 8192] [--ours 16384] [--threads 2] [--rounds 3]
-    burst bench indexed --cluster 2x1 [--link 1gbit] [--seq-lens 4096 8192]"""
+    burst bench indexed --cluster 2x1 [--link 1gbit] [--seq-lens 4096 8192] [--experts 8]"""
 
 from __future__ import annotations
 
@@ -74,19 +75,34 @@ class IndexedArguments(WrittenArguments):
     """NODESxRANKS of an emulated cluster: compare predictions over its ranks with a step. Else stock against ours."""
     link: str = "1gbit"
     """Rate of each node's link; none: no limit."""
+    experts: int = 0
+    """Experts of the feed-forward layer; 0: it is dense."""
+
+
+def sizes_of(experts: int) -> dict[str, Any]:
+    """Return the configuration's entries; 0 experts: the layer is dense."""
+    mixture = {"mlp_layer_types": ["sparse"], "n_routed_experts": experts, "num_experts_per_tok": 2}
+    mixture |= {
+        "n_shared_experts": 1,
+        "moe_intermediate_size": SIZES["hidden_size"] // 4,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return SIZES | mixture if experts else SIZES
 
 
 @cache
-def _model(parallel: bool) -> Any:
+def _model(parallel: bool, experts: int) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DeepseekV32Config(**SIZES), attn_implementation="sdpa").train()
+    config = DeepseekV32Config(**sizes_of(experts))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     return hf.parallelize(model, strategy=STRATEGY) if parallel else model
 
 
-def _step(parallel: bool, threads: int, length: int) -> float:
+def _step(parallel: bool, experts: int, threads: int, length: int) -> float:
     """Run on a rank: one step; return the loss."""
     torch.set_num_threads(threads)
-    model = _model(parallel)
+    model = _model(parallel, experts)
     ids = torch.randint(1, SIZES["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids, **({} if parallel else {"use_cache": False})).loss
@@ -94,16 +110,16 @@ def _step(parallel: bool, threads: int, length: int) -> float:
     return float(loss.item())
 
 
-def _timed(parallel: bool, threads: int, length: int) -> float:
-    return seconds_of(partial(_step, parallel, threads, length))
+def _timed(parallel: bool, experts: int, threads: int, length: int) -> float:
+    return seconds_of(partial(_step, parallel, experts, threads, length))
 
 
-def _peaked(parallel: bool, threads: int, length: int) -> tuple[float, int]:
+def _peaked(parallel: bool, experts: int, threads: int, length: int) -> tuple[float, int]:
     """Run on a rank: a step; return the loss, and the peak resident bytes minus those before."""
-    _step(parallel, threads, 512)  # in the first step libraries also allocate what they keep
+    _step(parallel, experts, threads, 512)  # in the first step libraries also allocate what they keep
     give_back()
     before = resident()
-    loss, peak = peak_during(partial(_step, parallel, threads, length))
+    loss, peak = peak_during(partial(_step, parallel, experts, threads, length))
     return loss, peak - before
 
 
@@ -111,11 +127,13 @@ def measured(pools: list[WorkerPool], length: int, a: IndexedArguments) -> dict[
     """Return seconds by round and peaks, of stock and ours; raise SystemExit if the losses differ."""
     sides = [(parallel, pool) for parallel, pool in zip((False, True), pools, strict=True)]
     sides = [(parallel, pool) for parallel, pool in sides if parallel or length in a.seq_lens]
-    found = [pool.run(_peaked, parallel, a.threads, length, timeout=TIMEOUT)[0] for parallel, pool in sides]
+    found = [pool.run(_peaked, parallel, a.experts, a.threads, length, timeout=TIMEOUT)[0] for parallel, pool in sides]
     losses, peaks = zip(*found, strict=True)
     if abs(losses[0] / losses[-1] - 1) > APART:
         raise SystemExit(f"{length} tokens: the loss is {losses[-1]}, stock's {losses[0]}; nothing is reported")
-    calls = [partial(pool.run, _timed, parallel, a.threads, length, timeout=TIMEOUT) for parallel, pool in sides]
+    calls = [
+        partial(pool.run, _timed, parallel, a.experts, a.threads, length, timeout=TIMEOUT) for parallel, pool in sides
+    ]
     seconds = [[by_rank[0] for by_rank in side] for side in take_turns(calls, a.rounds)]
     return {"tokens": length, "seconds": seconds, "peak": peaks, "losses": losses}
 
@@ -127,9 +145,11 @@ def main(arguments: list[str]) -> None:
         return
     with WorkerPool(1, timeout=TIMEOUT) as stock, WorkerPool(1, timeout=TIMEOUT) as ours:
         rows = [measured([stock, ours], length, a) for length in (*a.seq_lens, *a.ours)]
-    title = f"a step of a DeepSeek V3.2 layer, fp32, one process x {a.threads} threads; rounds: {a.rounds}"
+    title = (
+        f"a step of a DeepSeek V3.2 layer{of_experts(a)}, fp32, one process x {a.threads} threads; rounds: {a.rounds}"
+    )
     print_table(console_of_tables(), [line(row) for row in rows], title=title, legend=LEGEND)
-    a.write(model=SIZES, rows=rows)
+    a.write(model=sizes_of(a.experts), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +159,13 @@ class OverRanks:
     pool: WorkerPool
     per_node: int
     rates: Rates
+    experts: int
 
     def predicted(self, length: int) -> tuple[float, list[int]]:
         """Return the predicted seconds of a step, and the bytes that each rank sends."""
         world = self.pool.world
         cluster = Cluster(ranks=world, per_node=self.per_node, rates=self.rates, device=Device())
-        model = Model.read(DeepseekV32Config(**SIZES), "a layer")
+        model = Model.read(DeepseekV32Config(**sizes_of(self.experts)), "a layer")
         request = ForecastRequest(
             seq_len=length, cluster=cluster, model=model, dtype=torch.float32, remat="none", strategy=STRATEGY
         )
@@ -155,17 +176,17 @@ class OverRanks:
 
     def seconds(self, length: int) -> float:
         """Return the seconds of a step of the slowest rank."""
-        return max(self.pool.run(_timed_on_shards, length, timeout=TIMEOUT))
+        return max(self.pool.run(_timed_on_shards, self.experts, length, timeout=TIMEOUT))
 
     def sent(self, length: int) -> list[int]:
         """Return the bytes that each rank's attention sends in a step."""
-        return self.pool.run(_on_shards, length, timeout=TIMEOUT)
+        return self.pool.run(_on_shards, self.experts, length, timeout=TIMEOUT)
 
 
-def _on_shards(length: int) -> int:
+def _on_shards(experts: int, length: int) -> int:
     """Run on a rank: one step on its shard; return the bytes that its layers sent."""
     torch.set_num_threads(1)
-    model = _model(True)
+    model = _model(True, experts)
     ids = torch.randint(1, SIZES["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
     model.zero_grad()
     with hf.shards(model, {"input_ids": ids, "labels": ids}) as shard:
@@ -176,8 +197,8 @@ def _on_shards(length: int) -> int:
     return shard.plan.transport.sent - before
 
 
-def _timed_on_shards(length: int) -> float:
-    return seconds_of(partial(_on_shards, length))
+def _timed_on_shards(experts: int, length: int) -> float:
+    return seconds_of(partial(_on_shards, experts, length))
 
 
 def over_ranks(a: IndexedArguments, cluster: str) -> None:
@@ -190,7 +211,8 @@ def over_ranks(a: IndexedArguments, cluster: str) -> None:
     ):
         rates = limited(calibrated(many), link)
         network.set_rate(link)
-        sides = OverRanks(pool=one, per_node=1, rates=rates), OverRanks(pool=many, per_node=ranks, rates=rates)
+        shared: dict[str, Any] = {"rates": rates, "experts": a.experts}
+        sides = OverRanks(pool=one, per_node=1, **shared), OverRanks(pool=many, per_node=ranks, **shared)
         for length in a.seq_lens:
             counted = [side.sent(length) for side in sides]
             took = take_turns([partial(side.seconds, length) for side in sides], a.rounds)
@@ -200,9 +222,13 @@ def over_ranks(a: IndexedArguments, cluster: str) -> None:
                 rows.append(row | {"bytes_predicted": bytes_predicted, "bytes": sent})
             rows[-1]["ratios"] = ratios(took[1], took[0])
             rows[-1]["ratio_predicted"] = rows[-2]["predicted"] / rows[-1]["predicted"]
-    title = f"a step of a DeepSeek V3.2 layer, fp32, {cluster} ranks of a thread, {a.link}; rounds: {a.rounds}"
+    title = f"a step of a DeepSeek V3.2 layer{of_experts(a)}, fp32, {cluster} ranks of a thread, {a.link}; rounds: {a.rounds}"
     print_table(console_of_tables(), [line_of_ranks(row) for row in rows], title=title, legend=LEGEND_OF_RANKS)
-    a.write(model=SIZES, rates=rates.as_dict(), rows=rows)
+    a.write(model=sizes_of(a.experts), rates=rates.as_dict(), rows=rows)
+
+
+def of_experts(a: IndexedArguments) -> str:
+    return f" with {a.experts} experts" * bool(a.experts)
 
 
 LEGEND_OF_RANKS = {
