@@ -17,8 +17,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from burst_attention.launch.join import join
@@ -148,6 +150,8 @@ def hold(config, expected, world):
 
 
 WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
+MIXED = {"intermediate_size": 256, "num_local_experts": 5, "num_experts_per_tok": 2}
+NORMED = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 32}
 NARROW = {"intermediate_size": 128, "num_key_value_heads": 4}
 SLICED = {"remat": "keep-attention", "strategy": "ulysses_degree=2"}
 
@@ -174,6 +178,14 @@ def case(mark, kind, sizes, world=2, **flags):
         case(pytest.mark.slow, LlamaConfig, {}, remat="layer", mlp_chunks=4, tensor_parallel=2),
         case(pytest.mark.slow, Qwen3Config, {"head_dim": 32}, remat="layer", tensor_parallel=2),
         case(pytest.mark.slow, LlamaConfig, WIDE, remat="none", batch=1, tensor_parallel=2),
+        case(pytest.mark.long, MixtralConfig, MIXED, remat="none"),
+        case(pytest.mark.long, MixtralConfig, MIXED, remat="layer"),
+        case(pytest.mark.slow, MixtralConfig, MIXED, remat="keep-attention"),
+        case(pytest.mark.long, Qwen3MoeConfig, NORMED, remat="none"),
+        case(pytest.mark.slow, Qwen3MoeConfig, NORMED, remat="layer"),
+        # Weights of experts are most of it.
+        case(pytest.mark.slow, MixtralConfig, MIXED | {"num_local_experts": 64}, remat="none", batch=1),
+        case(pytest.mark.slow, MixtralConfig, MIXED | {"num_local_experts": 64}, remat="layer", batch=1),
     ],
 )
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, tmp_path, kind, sizes, world, flags):

@@ -22,7 +22,7 @@ from ..strategies import FOREIGN, choose
 from .attention import ALONE, AttentionStrategy, AttentionTimes, Transfer, alone, chosen, gather, predict_call, tensor
 from .footprint import buffers
 from .memory import OVERLAPPING, REMATS, StepMemory
-from .models import FORMULA, padded
+from .models import padded
 from .request import TENSOR, ForecastRequest
 
 MESHES = (2, 4, 8)  # ranks of a tensor-parallel axis that are predicted, if they divide a node
@@ -79,7 +79,7 @@ def forecasts(request: ForecastRequest) -> list[Forecast]:
 
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
     """Predict the strategy with options that save memory, each added to those before: (flags, forecast)."""
-    if request.limit is None or request.model.family not in FORMULA:
+    if request.limit is None or not request.model.has_formula:
         return []
     heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.model.kv_heads % n == 0)
     options: dict[str, Mapping[str, Any]] = {
@@ -92,7 +92,7 @@ def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
     }
     saving, predictions = replace(request, remat="layer", saving=Saving()), []
     for flags, more in options.items():
-        if flags == "--attention-chunks 1":
+        if flags == "--attention-chunks 1" or (request.model.mixtures and "chunks" in flags):
             continue
         with suppress(ValueError):  # Ulysses over more ranks than a chunk has heads: leave the option out
             tried = replace(saving, saving=replace(saving.saving, **dict(more)))
@@ -333,7 +333,8 @@ class PredictedStep:
     def memory(self, remat: RematName, seq_len: int | None = None) -> Mapping[str, int]:
         """Return bytes by part, the attention's in proportion to the length; empty if no formula gives them."""
         q = self.q if seq_len is None else replace(self.q, seq_len=seq_len)
-        if q.model.family not in FORMULA or q.io > 4:
+        chunks = max(q.saving.mlp_chunks, q.saving.attention_chunks)
+        if not q.model.has_formula or q.io > 4 or (q.model.mixtures and chunks > 1):
             return {}
         scaled = {"buffers": self.buffers, **self.more}
         longer = {name: round(q.seq_len / self.q.seq_len * value) for name, value in scaled.items()}

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from burst_attention.loss.head import default_chunk
 from burst_attention.planner.planner import Remat
 
-from .models import Matrix
+from .models import Matrix, padded
 from .request import ForecastRequest
 
 REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # ordered from least recomputation to most
 PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
 OVERLAPPING = 3  # chunks of heads of which something is alive at once: one computes, its neighbours are on the wire
 RESIDENT = 2  # layer inputs on the device with offload: the one in use, and the one that is read ahead
-NORMED = ("qwen3",)  # families that norm q and k per head
+NORMED = ("qwen3", "qwen3_moe")  # families that norm q and k per head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class StepMemory:
         """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
         weights = self.weights
         moments_of_adamw = weights // 2 if self.q.saving.optimizer == "adamw-8bit" else 2 * weights
-        gathered = self.q.io * (self.q.model.root_size + 2 * self.q.model.layer_size)
+        layer, root = (padded(each, self.q.cluster.ranks) for each in (self.q.model.layer, self.q.model.outside))
+        gathered = self.q.io * (root + 2 * layer)
         moments = [Moment(gradients=weights, weights_too=True)]
         if self.q.tokens:
             moments += [self._loss(), *self._backward()]
@@ -90,7 +91,18 @@ class StepMemory:
         return layers * (self.kept_by_layer() - inputs) + min(layers, RESIDENT) * inputs
 
     def _fed_kept(self) -> float:
-        return 4 * self.q.io * self.q.model.intermediate if self.q.saving.mlp_chunks == 1 else 0
+        m, io = self.q.model, self.q.io
+        if m.mixtures:  # rows before and after an expert, its columns; places, weights and scores of the choice
+            used, experts = m.mixtures[0].per_token, m.mixtures[0].experts
+            return used * (io * 2 * m.hidden + 40) + 4 * io * m.intermediate + 4 * experts + 4
+        return 4 * io * m.intermediate if self.q.saving.mlp_chunks == 1 else 0
+
+    def _fed_beside(self) -> float:
+        """Return the bytes per token of a feed-forward layer's backward, without saved tensors."""
+        m = self.q.model
+        if m.mixtures:  # gradients of an expert's weighted rows and of its rows, and their product, all in fp32
+            return 12 * m.mixtures[0].per_token * m.hidden
+        return 2 * self.q.io * m.intermediate
 
     def _attending(self) -> float:
         """Return the bytes per token that attention saves: q, k, v, out, lse, and tensors of q's and k's norms."""
@@ -125,9 +137,13 @@ class StepMemory:
         for held, gradients in ((last, 0), (first, (m.layers - 1) * layer)):
             held += head
             down = m.hidden * m.intermediate * self.q.io * (self.remat != "none")  # the first gradient to be computed
-            yield Moment(held + beside + down, gradients=gradients)
+            yield Moment(held + beside + down * (not m.mixtures), gradients=gradients)
+            if m.mixtures:  # the gradients of all experts; those of columns are fewer than the saved ones that are gone
+                experts = sum(each.experts * each.expert for each in m.mixtures[:1]) * self.q.io
+                columns = self._tokens(self._fed_beside() + 2 * self.q.io * m.intermediate)
+                yield Moment(held + beside - columns + experts, gradients=gradients)
             own = m.layer_size * self.q.io
-            if at_attention + self.buffers > beside:
+            if m.mixtures or at_attention + self.buffers > beside:
                 yield Moment(held + at_attention + own, self.buffers, gradients=gradients)
             before = held - self.kept_by_layer() + self._tokens(2 * self.q.io * m.hidden)
             yield Moment(before + m.layer_size * (self.q.io + summed), gradients=gradients)
@@ -140,10 +156,10 @@ class StepMemory:
             return self._in_a_layer_in_chunks()
         if self.remat == "none":
             attention = -(8 + io) * m.hidden - self._fed_kept()
-            return self._tokens(max(20 * m.hidden, 2 * io * m.intermediate)) + self.gathered, self._tokens(attention)
+            return self._tokens(max(20 * m.hidden, self._fed_beside())) + self.gathered, self._tokens(attention)
         again = self._attending_again()
         return (
-            self._tokens((8 + 3 * io) * m.hidden + 6 * io * m.intermediate + again + 16) + self.gathered,
+            self._tokens((8 + 3 * io) * m.hidden + self._fed_kept() + self._fed_beside() + again + 16) + self.gathered,
             self._tokens((4 + io) * m.hidden + again + 12) + self.gathered,
         )
 

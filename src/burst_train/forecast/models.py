@@ -29,7 +29,7 @@ from ..structure import build_empty, decoder_layers
 from .mixture import Mixture, blocks_of, mixtures_of
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
-FORMULA = ("llama", "mistral", "qwen2", "qwen3")  # families whose memory is predicted
+FORMULA = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # families whose memory is predicted
 # Sizes of a mixer's heads and states, under the names of the modeling files: (heads, K, V).
 _STATES = {
     "gated delta": ("num_v_heads", "head_k_dim", "head_v_dim"),
@@ -114,6 +114,11 @@ class Model(Heads):
     def chooses(self) -> bool:
         """Whether an indexer chooses the keys of any layer."""
         return any(self.indexed)
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether a formula gives the memory: of these families, if all layers are alike."""
+        return self.family in FORMULA and (not self.mixtures or [*self.mixtures] == [self.mixtures[0]] * self.layers)
 
     @property
     def rows_width(self) -> float:

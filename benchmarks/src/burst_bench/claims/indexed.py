@@ -222,7 +222,8 @@ def over_ranks(a: IndexedArguments, cluster: str) -> None:
                 rows.append(row | {"bytes_predicted": bytes_predicted, "bytes": sent})
             rows[-1]["ratios"] = ratios(took[1], took[0])
             rows[-1]["ratio_predicted"] = rows[-2]["predicted"] / rows[-1]["predicted"]
-    title = f"a step of a DeepSeek V3.2 layer{of_experts(a)}, fp32, {cluster} ranks of a thread, {a.link}; rounds: {a.rounds}"
+    what = f"a step of a DeepSeek V3.2 layer{of_experts(a)}, fp32"
+    title = f"{what}, {cluster} ranks of a thread, {a.link}; rounds: {a.rounds}"
     print_table(console_of_tables(), [line_of_ranks(row) for row in rows], title=title, legend=LEGEND_OF_RANKS)
     a.write(model=sizes_of(a.experts), rates=rates.as_dict(), rows=rows)
 
