@@ -285,6 +285,11 @@ def test_what_no_formula_gives_is_not_predicted():
     assert parts_of(config, 64, 2, dtype="float64") is None and parts_of(config, 64, 1, strategy="single") is None
     assert parts_of(Gemma2Config(**SIZES), 64, 2) is None
     assert parts_of(config, 64, 2, strategy="tensor") is None
+    mixture = MixtralConfig(**SIZES | MIXED)
+    assert parts_of(mixture, 64, 2) and parts_of(mixture, 64, 2, mlp_chunks=2) is None
+    assert parts_of(mixture, 64, 2, tensor_parallel=2) is None
+    mixture.quantization_config = {"quant_method": "fp8"}
+    assert parts_of(mixture, 64, 2) is None
 
 
 def test_a_balanced_layout_is_as_full_as_it_may_be():

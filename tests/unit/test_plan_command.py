@@ -262,11 +262,7 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "has a mixture of experts (MixtralExperts), whose work is not predicted"),
-        (
-            {"model_type": "deepseek_v32", "mlp_layer_types": ["sparse"] * 2},
-            "has a mixture of experts (DeepseekV32Experts), whose work is not predicted",
-        ),
+        ({"model_type": "mixtral", "quantization_config": {"quant_method": "fp8"}}, "has quantised experts"),
         ({"model_type": "unheard-of"}, "can't be loaded"),
     ],
 )
@@ -354,7 +350,7 @@ def test_a_hybrid_is_planned_and_what_is_not_predicted_is_refused(tmp_path, caps
     assert "can't share the projections of a bamba" in found["tensor-sequence"]["refused"]
     assert "No formula gives its memory: try one step." in capsys.readouterr().out
     for model_type, why in (
-        ("gpt_oss", "has a mixture of experts (GptOssExperts), whose work is not predicted"),
+        ("llama4_text", "has a mixture of experts (Llama4TextExperts), whose work is not predicted"),
         ("mamba2", "has no attention layer with known heads"),
     ):
         _, folder = folder_of(model_type, tmp_path / model_type)

@@ -124,17 +124,23 @@ def predict_memory(config: TrainConfig, model: PreTrainedConfig, world: int) -> 
 
     from ..forecast.forecast import predicted_step
     from ..forecast.models import FORMULA, Model
-    from ..forecast.request import Cluster, Device, ForecastRequest
+    from ..forecast.request import CUT, Cluster, Device, ForecastRequest
 
     if config.model.lora is not None or model.model_type not in FORMULA or config.parallel.strategy in FOREIGN:
         return None
     (rows, tokens), groups, cut = config.micro_batch, config.parallel.data_parallel, config.parallel.tensor_parallel
+    if cut > 1 and model.model_type not in CUT:
+        return None
+    try:
+        counted = Model.read(model, config.model.model)
+    except ValueError:  # a part of it is not predicted
+        return None
     rates = known_rates(None, on_gpus=False, world=world // groups) or usual_rates(on_gpus=False)
     uneven = getattr(choose(**config.how), "strategy", Strategy()).layout == BALANCED
     request = ForecastRequest(
         seq_len=tokens,
         cluster=Cluster(ranks=world, per_node=world, rates=rates, device=Device()),
-        model=Model.read(model, config.model.model),
+        model=counted,
         groups=groups,
         batch=rows,
         dtype=config.model.compute_dtype(config.parallel.device),
