@@ -183,9 +183,10 @@ def case(mark, kind, sizes, world=2, **flags):
         case(pytest.mark.slow, MixtralConfig, MIXED, remat="keep-attention"),
         case(pytest.mark.long, Qwen3MoeConfig, NORMED, remat="none"),
         case(pytest.mark.slow, Qwen3MoeConfig, NORMED, remat="layer"),
-        # Weights of experts are most of it.
-        case(pytest.mark.slow, MixtralConfig, MIXED | {"num_local_experts": 64}, remat="none", batch=1),
-        case(pytest.mark.slow, MixtralConfig, MIXED | {"num_local_experts": 64}, remat="layer", batch=1),
+        # Weights of experts are most of it. Over several ranks what gloo's threads free is counted at random.
+        case(pytest.mark.slow, MixtralConfig, MIXED | {"num_local_experts": 64}, world=1, remat="none", batch=1),
+        case(pytest.mark.long, MixtralConfig, MIXED | {"num_local_experts": 64}, world=1, remat="layer", batch=1),
+        case(pytest.mark.slow, Qwen3MoeConfig, NORMED | {"num_experts": 32}, world=1, remat="keep-attention", batch=2),
     ],
 )
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, tmp_path, kind, sizes, world, flags):
