@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MixtralConfig
 from burst_attention.planner.presets import preset
 from burst_train.cli.plan import notes
 from burst_train.forecast.forecast import forecast_of, savings
+from burst_train.forecast.memory import StepMemory
 from burst_train.forecast.models import Model, model_of
 from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.forecast.serving import served
@@ -152,6 +153,25 @@ def test_more_experts_need_more_memory_for_weights_and_more_used_ones_for_activa
     )
     assert many["weights"] > 1.8 * few["weights"] and many["weights"] == used["weights"]
     assert used["activations"] > 1.4 * many["activations"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_what_experts_keep_is_what_their_forward_saves(family, dtype):
+    config = tiny_config(family)
+    found = StepMemory(q=request(Model.read(config, family), dtype=dtype), buffers=0)._fed_kept()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    known = {x.untyped_storage().data_ptr() for x in model.parameters()}
+
+    def saved(tokens):
+        x, kept = torch.randn(1, tokens, 64, dtype=dtype, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+            out = model.model.layers[0].mlp(x)
+        assert out.requires_grad
+        storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in kept}
+        return sum(size for at, size in storages.items() if at not in known | {x.untyped_storage().data_ptr()})
+
+    assert found == pytest.approx((saved(400) - saved(200)) / 200, rel=0.02)
 
 
 def test_tensor_parallelism_and_generation_are_refused():
