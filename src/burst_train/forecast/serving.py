@@ -28,11 +28,12 @@ from burst_attention.planner.rates import Link
 
 from .footprint import buffers
 from .forecast import PredictedStep, predicted_step
-from .models import FORMULA, Matrix
+from .models import Matrix
 from .request import BANDWIDTH_EFFICIENCY, Cluster, ForecastRequest
 
 MOST_RANKS = 1 << 16  # that are looked at to find the fewest
 WHOLE, SHARDED = "whole", "sharded"
+SERVED = ("llama", "mistral", "qwen2", "qwen3")  # families that are predicted
 
 # Seconds of a step in which the host prepares operators, for each layer and around them. Measured with a narrow Llama
 # over two ranks of one thread (Intel Xeon): an operator takes as long on the host of a GPU.
@@ -75,8 +76,8 @@ def served(request: ForecastRequest, host: float | None = None) -> list[Served]:
     name, family = request.model.name, request.model.family
     if request.model.mixtures:
         raise ValueError(f"--model {name!r} has a mixture of experts, which --generate does not predict; leave it out")
-    if family not in FORMULA:
-        raise ValueError(f"--model {name!r} is of the family {family}; --generate predicts {', '.join(FORMULA)}")
+    if family not in SERVED:
+        raise ValueError(f"--model {name!r} is of the family {family}; --generate predicts {', '.join(SERVED)}")
     prompt = predicted_step(request.strategy, request)
     host = HOST_STEP + request.model.layers * HOST_LAYER if host is None else host
     return [Serving(q=prompt.q, prompt=prompt, shared=shared, host=host).predicted() for shared in (False, True)]
