@@ -114,6 +114,17 @@ def test_a_weight_of_the_heads_of_a_latent_that_the_plan_leaves_out_is_refused()
         plan_of(model, 2)
 
 
+def test_a_threshold_over_all_columns_is_refused():
+    """Gemma 3n's published models have one in their first ten layers."""
+    config = copy.deepcopy(built("gemma3n_text")[0])
+    config.activation_sparsity_pattern = [0.0, 0.95, 0.0, 0.0]
+    with torch.device("meta"):
+        model = model_class("gemma3n_text")(config)
+    with pytest.raises(ValueError, match=r"layers.1.mlp keeps .* \(activation_sparsity=0.95\)"):
+        plan_of(model, 2)
+    plan_of(model, 1)
+
+
 def test_the_page_of_models_lists_them():
     section = PAGE.read_text("utf-8").split("## Tensor parallelism")[1].split("\n## ")[0]
     of_text, of_images = (set(re.findall(r"[a-z0-9_]+", part)) for part in section.split("\n\n")[2:4])

@@ -251,6 +251,12 @@ def _check(model: Any, ranks: int) -> None:
     for name, x in model.named_parameters():
         if isinstance(x, DTensor):
             raise ValueError(f"{name} is sharded already; pass a model with whole weights, before fully_shard")
+    for name, module in model.named_modules():
+        if ranks > 1 and (sparsity := getattr(module, "activation_sparsity", 0)):  # Gemma 3n's
+            raise ValueError(
+                f"{name} keeps the activations above a threshold that it takes from all of its columns "
+                f"(activation_sparsity={sparsity}), but each rank would have a part of them; use FSDP2"
+            )
     rows = model.get_output_embeddings().weight.shape[0]
     if -(-rows // ranks) * (ranks - 1) >= rows:
         raise ValueError(f"the vocabulary of {rows} tokens leaves some of {ranks} ranks none; use fewer ranks")
