@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma4ForCausalLM
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
 from burst_attention import Strategy
@@ -22,6 +22,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf.reading.parts import text_of
 from tests.support.generating import (
     GREEDY,
+    SHARED,
     alone,
     check_equal,
     check_that_rank_1_is_named,
@@ -42,17 +43,19 @@ VISION = ("qwen3_vl-vision", "gemma3-vision")  # with images, which no cache ove
 OWN_VISION = ("glm4v_moe-vision", "minicpm_ocr-vision")
 OTHER_VISION = ("idefics3-vision", "qwen3_5-vision", "minimax_m3_vl-vision")
 LONG_VISION = ("gemma3-vision", "hy_v4_vl-vision", "mistral_large4-vision", "glm5_next-vision")
+SHARING = (f"gemma4_text{SHARED}", f"gemma3n_text{SHARED}")
 OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
 NEW = 12
 
 STRIPED = "layout=striped,circulate=key-value,ulysses_degree=1"
 
 
-def at_all_worlds(name, ids, worlds=(1, 2, 3), **options):
+def at_all_worlds(name, ids, worlds=(1, 2, 3), expected=None, **options):
     """Compare generated tokens and logits of these numbers of ranks with those of one process."""
-    expected = alone(name, ids, **options)
+    expected = alone(name, ids, **options) if expected is None else expected
+    bound = 2e-6 if name.endswith((SHARED, "-vision")) else 1e-5  # in fp64
     for world in worlds:
-        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, **options)), expected)
+        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, **options)), expected, bound=bound)
 
 
 def long(*case):
@@ -81,6 +84,10 @@ def long(*case):
         long("bamba", 1_000, 1, (1, 4)),
         long("kimi_linear", 1_000, 1, (3,)),
         *(long(name, 131, 3, (1, 3)) for name in ("bamba", "lfm2")),
+        (SHARING[0], 150, 2, (1, 2, 3)),
+        (SHARING[1], 150, 1, (3,)),
+        *((name, 7, 1, (2,)) for name in SHARING),
+        *(long(name, 1_000, 2, (1, 3)) for name in (*SHARING, f"gemma4_unified_text{SHARED}")),
         *(long(name, 150, 2, (3,)) for name in OTHERS),
         *((name, 150, 1, (1, 2)) for name in VISION),
         *(long(name, 150, 2, (3,)) for name in VISION),
@@ -93,7 +100,7 @@ def test_tokens_and_logits_equal_one_process(name, count, rows, worlds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", *SHARING])
 def test_two_hundred_tokens(name):
     """Pages of several ranks are full then, and windows have dropped all of the prompt."""
     at_all_worlds(name, ids_of(100), (3,), max_new_tokens=200)
@@ -115,11 +122,24 @@ def padded(lengths):
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1)), ("ministral3", (150, 80))],
+    [
+        *(("llama", (200, 131, 1)), ("gemma3", (9, 3, 1)), ("gpt_oss", (200, 131, 1)), ("ministral3", (150, 80))),
+        *((SHARING[0], (150, 91, 1)), long(SHARING[1], (150, 91, 1))),
+    ],
 )
 def test_a_batch_of_different_lengths(name, lengths):
     ids, mask = padded(lengths)
-    at_all_worlds(name, ids, (1, 3), attention_mask=mask, max_new_tokens=NEW)
+    expected = rows_alone(name, ids, lengths) if name in SHARING else None
+    at_all_worlds(name, ids, (1, 3), expected, attention_mask=mask, max_new_tokens=NEW)
+
+
+def rows_alone(name, ids, lengths):
+    """Generate after each row alone: with padding, eager attention gives NaN where weights are in fp64."""
+    outs = [alone(name, row[None, -n:], max_new_tokens=NEW) for row, n in zip(ids, lengths, strict=True)]
+    said = torch.cat([ids, torch.cat([out.sequences[:, -NEW:] for out in outs])], 1)
+    return SimpleNamespace(
+        sequences=said, logits=[torch.cat(each) for each in zip(*(x.logits for x in outs), strict=True)]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", STRIPED])
@@ -150,7 +170,7 @@ def sampled_here(name, seed_of_others=3):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa", VISION[0], *map(long, LONG_VISION)])
+@pytest.mark.parametrize("name", ["llama", "glm_moe_dsa", VISION[0], SHARING[0], *map(long, LONG_VISION)])
 def test_a_seed_gives_one_text_over_ranks(pools, name):
     greedy = alone(name, ids_of(80), max_new_tokens=NEW).sequences
     torch.manual_seed(3)
@@ -169,7 +189,10 @@ def continued(ids):
     return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize("name", ["gemma3", VISION[0], long("qwen3_5"), long("kimi_linear"), *map(long, LONG_VISION)])
+@pytest.mark.parametrize(
+    "name",
+    [*("gemma3", VISION[0], SHARING[0]), *map(long, ("qwen3_5", "kimi_linear", SHARING[1], *LONG_VISION))],
+)
 def test_turns_continue_the_cache(name):
     """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
     first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
@@ -185,15 +208,15 @@ def test_turns_continue_the_cache(name):
 
 def tokens_at_once(model, use):
     """Return what ``use()`` returns, and how many tokens the first layer got in each call with more than one."""
-    counts = []
-    hook = hf.token_wise(lambda module, args, out: counts.append(args[0].shape[1]))
+    counts, dim = [], 1 + hasattr(text_of(model).config, "altup_num_inputs")  # Gemma 3n's copies are in front
+    hook = hf.token_wise(lambda module, args, out: counts.append(args[0].shape[dim]))
     handle = text_of(model).layers[0].register_forward_hook(hook)
     out = use()
     handle.remove()
     return out, [n for n in counts if n > 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", long("gpt_oss"), *map(long, HYBRIDS)])
+@pytest.mark.parametrize("name", ["llama", "mistral", SHARING[0], long("gpt_oss"), *map(long, (SHARING[1], *HYBRIDS))])
 def test_a_prompt_in_chunks_gives_the_same_tokens(name):
     """500 tokens in 4 equal pieces; a window is shorter than a piece. Mixers get the last 2 tokens together."""
     last = 2 if name in HYBRIDS else 1
@@ -310,6 +333,57 @@ def test_each_rank_holds_its_share():
     assert bytes_of > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "holders", "indexes"), [(SHARING[0], {0, 1, 2}, set()), ("mistral_large4-vision", {0, 1, 4}, {0, 1, 3, 5})]
+)
+def test_layers_that_share_hold_no_copy(name, holders, indexes):
+    """One with an indexer holds the indexer's keys alone."""
+
+    def use(model, cache):
+        generate(model, cache, ids_of(200), max_new_tokens=1)
+        layers = dict(enumerate(cache.layers))
+        assert {n for n, layer in layers.items() if layer.keys is not None} == holders
+        assert {n for n, layer in layers.items() if getattr(layer, "index", None) is not None} == indexes
+        held = [getattr(layers[n], part) for n in holders for part in ("keys", "values")]
+        held += [layers[n].index for n in indexes]
+        assert cache.nbytes() == cache.figures()[cache.transport.rank]["cache_bytes"] == sum(x.nbytes for x in held)
+        counts = [len(layers[n].held) for n in sorted(holders)]
+        cache.reset()
+        assert cache.nbytes() == 0 and not any(len(layer.held) for layer in cache.sharded.values())
+        return counts[-1], generate(model, cache, ids_of(70), max_new_tokens=NEW)
+
+    outs = over_ranks(name, 3, use)
+    assert sum(count for count, _ in outs) == 200
+    check_equal([out for _, out in outs], alone(name, ids_of(70), max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize(("name", "number"), [(SHARING[0], 1), (SHARING[1], 4), ("mistral_large4-vision", 2)])
+def test_layers_that_share_otherwise_than_the_configuration_says_are_refused(name, number):
+    def use(model, cache):
+        attention = text_of(model).layers[number].self_attn
+        attention.is_kv_shared_layer = not attention.is_kv_shared_layer
+        said = said_of(lambda: generate(model, cache, ids_of(80), max_new_tokens=2))
+        return said, cache.length, cache.transport.sent, cache.prefill_sent
+
+    for said, *moved in over_ranks(name, 2, use):
+        assert f"layers.{number}.self_attn" in said and "not what its configuration says" in said and moved == [0, 0, 0]
+
+
+def test_a_layer_that_gets_other_keys_than_its_sources_is_refused():
+    """A hook hands it copies."""
+
+    def hand_copies(module, args, kwargs):
+        shared = kwargs["shared_kv_states"]
+        shared["sliding_attention"] = tuple(x.clone() for x in shared["sliding_attention"])
+
+    def use(model, cache):
+        text_of(model).layers[3].register_forward_pre_hook(hf.token_wise(hand_copies), with_kwargs=True)
+        return said_of(lambda: generate(model, cache, ids_of(9), max_new_tokens=2))
+
+    for said in over_ranks(SHARING[0], 2, use):
+        assert said.startswith("layer 3 attends to other keys than those of layer 1")
+
+
 @pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
 def test_the_cache_has_both_of_its_names(keyword):
     """In calls of ``generate`` and of the model, with any transformers. Errors name the one that the caller used."""
@@ -423,7 +497,11 @@ def test_a_cache_that_was_reset_belongs_to_the_weights_that_fill_it_again(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), [("gemma3", (150, 90)), *(long(name, (150, 150)) for name in ("bamba", "kimi_linear", "lfm2"))]
+    ("name", "lengths"),
+    [
+        *(("gemma3", (150, 90)), (SHARING[0], (150, 150)), long(SHARING[1], (150, 150))),
+        *(long(name, (150, 150)) for name in ("bamba", "kimi_linear", "lfm2")),
+    ],
 )
 def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name, lengths):
     ids, mask = padded(lengths)
@@ -663,6 +741,23 @@ def test_models_that_do_more_with_text_than_to_embed_it_are_refused(name, text):
 
     for said, *moved in over_ranks(name, 2, use):
         assert text in said and "no cache over ranks" in said and moved == [0, 0]
+
+
+def test_the_language_model_of_a_gemma_4_checkpoint_takes_a_cache(tmp_path):
+    """As docs/how-to/generate.md loads it. Against the whole model in one process."""
+    ids, names = ids_of(150), {r"^model\.language_model\.": "model."}
+    model_of("gemma4-vision").save_pretrained(tmp_path)
+
+    def load(name, implementation):
+        options = {"dtype": torch.float64, "attn_implementation": implementation}
+        model, info = Gemma4ForCausalLM.from_pretrained(
+            tmp_path, key_mapping=names, output_loading_info=True, **options
+        )
+        assert not info["missing_keys"] and all("vision" in key for key in info["unexpected_keys"])
+        return model.eval()
+
+    outs = over_ranks("gemma4", 2, lambda *both: generate(*both, ids, max_new_tokens=NEW), make=load)
+    check_equal(outs, alone("gemma4-vision", ids, max_new_tokens=NEW), bound=2e-6)
 
 
 CHANGES = {

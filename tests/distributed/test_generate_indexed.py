@@ -12,7 +12,7 @@ from burst_attention.inference import ShardedCache, cache
 from burst_attention.inference.slots import Held, seen_keys
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
-from tests.distributed.test_generate import at_all_worlds, continued, padded, tokens_at_once
+from tests.distributed.test_generate import at_all_worlds, continued, padded, rows_alone, tokens_at_once
 from tests.distributed.test_mesh import mesh_of
 from tests.support.generating import (
     GREEDY,
@@ -63,17 +63,9 @@ def test_models_that_are_cut_by_tensor_parallelism(pools, family):
 
 @pytest.mark.parametrize("family", families_but(BLOCKS, *VISION))
 def test_a_batch_of_different_lengths(family):
-    """Each row as alone: with padding, transformers' eager attention gives NaN where weights are in fp64."""
     lengths = (150, 91, 1)
     ids, mask = padded(lengths)
-    expected = [alone(family, row[None, -n:], max_new_tokens=NEW) for row, n in zip(ids, lengths, strict=True)]
-    tokens = torch.cat([each.sequences[:, -NEW:] for each in expected])
-    logits = torch.cat([torch.stack(each.logits, 1) for each in expected])
-    for world in (1, 3):
-        outs = over_ranks(family, world, lambda *both: generate(*both, ids, attention_mask=mask, max_new_tokens=NEW))
-        for out in outs:
-            assert torch.equal(out.sequences[:, -NEW:], tokens)
-            assert (torch.stack(out.logits, 1) - logits).abs().max() <= 1e-5
+    at_all_worlds(family, ids, (1, 3), rows_alone(family, ids, lengths), attention_mask=mask, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("family", families_but())

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -52,6 +52,48 @@ def test_a_layer_keeps_the_last_inputs_and_the_state(kind):
     layer.update_recurrent_state(state)
     state += 1
     assert torch.equal(layer.recurrent_states[0], torch.ones(1, 2, 3)), "a copy"
+
+
+TYPES = ["sliding_attention", "full_attention"] * 2
+LATENTS = {"num_hidden_layers": 4, "kv_source_layers": [0, 0, 2, 2], "no_rope_layers": [1, 1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "refused"),
+    [
+        ("gemma3n_text", {"num_hidden_layers": 4, "layer_types": TYPES, "num_kv_shared_layers": 2}, None),
+        (
+            "gemma4_text",
+            {"num_hidden_layers": 4, "layer_types": TYPES, "num_kv_shared_layers": 3},
+            "layer 1 .* stores any",
+        ),
+        (
+            "gemma4_text",
+            {"num_hidden_layers": 4, "layer_types": TYPES, "num_kv_shared_layers": 4},
+            "layer 0 .* stores any",
+        ),
+        ("gemma3_text", {"num_kv_shared_layers": 2}, "where those of 'gemma3_text' get them is unknown"),
+        ("llama", {"kv_sharing_modes": ["store", "reuse"]}, "where those of 'llama' get them is unknown"),
+        ("mistral_large4_text", LATENTS, None),
+        (
+            "mistral_large4_text",
+            LATENTS | {"kv_source_layers": [0, 1, 0, 1]},
+            "layer 2 .* of layer 0, .* those of layer 1",
+        ),
+        ("mistral_large4_text", LATENTS | {"no_rope_layers": [1, 0, 1, 1]}, "layer 1 .* stores any"),
+    ],
+)
+def test_where_layers_get_the_keys_of_others(kind, settings, refused):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("of a later transformers")
+    config = CONFIG_MAPPING[kind](**settings)
+    if refused is None:
+        cache, sources = ShardedCache(config), {2: 0, 3: 1} if kind == "gemma3n_text" else {1: 0, 3: 2}
+        assert cache.sources == sources
+        assert all(cache.model["layers see"][n] == f"the keys of layer {source}" for n, source in sources.items())
+        return
+    with pytest.raises(ValueError, match=refused):
+        ShardedCache(config)
 
 
 def test_a_hybrid_cache_asks_its_attention_for_the_length():

@@ -58,7 +58,7 @@ WITHOUT_TOKENS = ("inkling2_text", "inkling2_loop_text", "xlstm")  # generate fa
 BOTH = {None, families.WINDOW}
 # Forms that a default configuration does not have, and how they refuse to generate with a cache over ranks.
 FORMS = {
-    "gemma4_text": ({"num_kv_shared_layers": 2, "layer_types": families._MIXED}, "share keys and values"),
+    "gemma4_text": ({"num_kv_shared_layers": 2, "layer_types": families._MIXED}, "equal"),
     "ministral3": ({"rope_parameters": TEMPERED}, "equal"),
 }
 WINDOWS = dict.fromkeys(

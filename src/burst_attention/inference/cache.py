@@ -26,7 +26,8 @@ from burst_attention.integrations.hf.reading.configs import by_layer, layer_wind
 from burst_attention.integrations.hf.tensor import axis
 
 from . import files, forward
-from .layer import EmptyLayer, Filling, IndexedLayer, ShardedLayer, StateLayer, shown_reach
+from .layer import EmptyLayer, Filling, IndexedLayer, IndexLayer, ShardedLayer, SharingLayer, StateLayer, shown_reach
+from .sharing import sources_of
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
 _INDEXED = (known.INDEXED, known.BLOCKS)
@@ -85,6 +86,8 @@ class ShardedCache(DealtCache):
         with self.agreement.entering("ShardedCache"):
             self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
         self.model = describe_model(text, layers)
+        others = {n: each for n, each in enumerate(layers) if isinstance(each, (SharingLayer, IndexLayer))}
+        self.sources = {n: each.source for n, each in others.items()}  # whose keys such a layer attends to
         self.weights = None
         self.holes: list[Hole] = []  # of each row of the batch
         self.failure: str | None = None
@@ -355,7 +358,9 @@ class ShardedCache(DealtCache):
             layer.append(key_states, value_states, now.slots, now.first)
             self._last, now.attends = layer_idx, True
             # Latent attention can't expand zero tokens. No query sees the keys that a rank without any returns.
-            return layer.tokens() if len(layer.held) else (key_states, value_states)
+            found = layer.tokens() if len(layer.held) else (key_states, value_states)
+            now.keys[layer_idx] = found[0]
+            return found
         slots = now.slots if now.order is None else now.slots[now.order]
         layer.store(now.own(key_states), now.own(value_states), slots)
         if now.first:
@@ -369,6 +374,9 @@ class ShardedCache(DealtCache):
         layer = self.sharded[layer_idx]
         if not isinstance(layer, IndexedLayer):
             raise ValueError(f"layer {layer_idx} has an indexer, but its configuration says otherwise; correct it")
+        if isinstance(layer, IndexLayer):
+            layer.filling = self._filling
+        self._last = layer_idx
         return layer.update_indexer(indexer_key_states)
 
     @contextmanager
@@ -401,28 +409,34 @@ class ShardedCache(DealtCache):
         up: Tensor | None = None,
     ) -> Tensor:
         """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
-        now, layer = self._filling, self.sharded[self._last]
+        now, number = self._filling, self._last if number is None else number
         assert now is not None
         now.attends = False
-        if number not in (None, self._last):
+        source = self.sources.get(number)
+        if source is None and number != self._last:
             raise ValueError(
                 f"layer {number} attends, but layer {self._last} was updated last; such models are refused"
             )
+        # Latents are made into keys on the way here.
+        if source is not None and indices is None and key is not now.keys.get(source):
+            raise ValueError(
+                f"layer {number} attends to other keys than those of layer {source}; such models are refused"
+            )
+        layer = self.sharded[number if source is None else source]
         if reach is not UNSTATED and reach != layer.reach:
             raise ValueError(
-                f"layer {self._last} asks for {shown_reach(reach)}, but its configuration says "
+                f"layer {number} asks for {shown_reach(reach)}, but its configuration says "
                 f"{shown_reach(layer.reach)}; correct the configuration"
             )
         held = len(layer.held)
         if key.shape[2] != (held or q.shape[2]):
             raise ValueError(
-                f"layer {self._last} attends to {key.shape[2]} keys, but the cache returned {held}; such models are "
-                "refused"
+                f"layer {number} attends to {key.shape[2]} keys, but the cache returned {held}; such models are refused"
             )
-        seen, label = self._seen(layer, now), f"decoding, token {now.stop - 1}, layer {self._last}"
+        seen, label = self._seen(layer, now), f"decoding, token {now.stop - 1}, layer {number}"
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "up": up, "label": label}
         if isinstance(layer, IndexedLayer) != (indices is not None):
-            raise ValueError(f"layer {self._last} attends to other keys than its configuration says; correct it")
+            raise ValueError(f"layer {number} attends to other keys than its configuration says; correct it")
         chosen = None if indices is None else rows_held(indices, self._places(layer, now, q.device))
         return attend_dealt(q, key, value, seen, self.transport, among=chosen, **how)
 
@@ -494,16 +508,22 @@ def _layers_of(config: Any) -> list[Layer]:
             f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
             f"state per layer; {_ALONE}"
         )
-    modes = getattr(config, "kv_sharing_modes", None) or ()  # "store": layers that would share, if others reused
-    if getattr(config, "num_kv_shared_layers", None) or not {*modes} <= {None, "store"}:
-        raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
     kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
     pool = getattr(config, "index_kpool", None) or 0
+    reaches = layer_windows(config)
+    sources = sources_of(config, reaches)
     fixed: dict[str, Callable[[], Layer]] = {"state": StateLayer, "nothing": EmptyLayer}
     layers: list[Layer] = []
-    for kind, reach in zip(kinds, layer_windows(config), strict=True):
-        indexed = IndexedLayer(blocks=kind == known.BLOCKS, pool=pool) if kind in _INDEXED else None
-        layers.append(indexed or fixed.get(known.LAYERS[kind], lambda reach=reach: ShardedLayer(reach))())
+    for number, (kind, reach) in enumerate(zip(kinds, reaches, strict=True)):
+        source = sources.get(number)
+        if source is not None:
+            owner, chooses = layers[source], kind in _INDEXED and config.indexer_types[number] != "shared"
+            assert isinstance(owner, ShardedLayer)
+            layers.append(IndexLayer(source, owner) if chooses else SharingLayer(source))
+        elif kind in _INDEXED:
+            layers.append(IndexedLayer(blocks=kind == known.BLOCKS, pool=pool))
+        else:
+            layers.append(fixed.get(known.LAYERS[kind], lambda reach=reach: ShardedLayer(reach))())
     return layers
 
 

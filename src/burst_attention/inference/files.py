@@ -97,7 +97,8 @@ def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[
         opened = [stack.enter_context(safe_open(folder / each["name"], "pt")) for each in files]
         slots = [json.loads(file.metadata()["slots"]) for file in opened]
         for number, layer in enumerate(layers):
-            held = [n for n, file in enumerate(opened) if f"{number}.keys" in file.keys()]  # noqa: SIM118, no mapping
+            names = {f"{number}.keys", f"{number}.index"}
+            held = [n for n, file in enumerate(opened) if names & {*file.keys()}]
             if isinstance(layer, StateLayer):
                 columns = opened[0].get_tensor(f"{number}.columns")
                 layer.update_conv_state(columns, conv_kernel_size=columns.shape[2])
@@ -123,10 +124,12 @@ def _read_pages(layer: ShardedLayer, number: int, files: list[tuple[Any, Any]], 
         own.append(slots[mine])
     every = np.concatenate(own)
     order = np.argsort(every, kind="stable")
-    key, value, *index = (torch.cat(each, 2).index_select(2, torch.from_numpy(order)) for each in parts)
-    layer.store(key, value, every[order])
-    for x in index:
-        layer.add_index(x)  # type: ignore[attr-defined]  # only an IndexedLayer has one
+    whole = (torch.cat(each, 2).index_select(2, torch.from_numpy(order)) for each in parts)
+    tensors = dict(zip(names, whole, strict=True))
+    if "keys" in tensors:  # else an earlier layer has them
+        layer.store(tensors["keys"], tensors["values"], every[order])
+    if "index" in tensors:
+        layer.add_index(tensors["index"])  # type: ignore[attr-defined]  # only an IndexedLayer has one
 
 
 def digest_of_file(path: Path) -> str:

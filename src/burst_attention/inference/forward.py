@@ -27,6 +27,7 @@ from burst_attention.integrations.hf.running import RunningPlans, running
 from burst_attention.integrations.hf.settings import weights_of
 
 from .greedy import NextToken, only, takes_argmax
+from .sharing import check_sharing
 
 # Up to this many tokens, every rank computes all of them. More are computed on shards.
 SHORT = 64
@@ -204,6 +205,7 @@ def _fit(model: Any, cache: Any, argument: str) -> Fit:
     inner, reading = vision.language_model_of(model), read(model)
     reading = reading if inner is None else reading.text
     converted.check_cached(reading.text, argument)
+    check_sharing(reading.text, cache.sources, argument)
     if models.embeds_positions(reading) or not (models.is_rotary(reading) or reading.text.of(Kind.MIXER)):
         raise ValueError(
             f"{argument}: {kind} has learned positions, or none that are rotary, which no cache has; leave it out"

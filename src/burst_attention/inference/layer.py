@@ -32,6 +32,7 @@ class Filling:
     stop: int
     seen: dict[Reach, list[Seen]] = field(default_factory=dict)  # layers of one reach hold the same slots
     places: dict[Reach, Tensor] = field(default_factory=dict)  # int64, the slots that they hold
+    keys: dict[int, Tensor] = field(default_factory=dict)  # that layers got in this step, by number
     attends: bool = False  # whether a layer has got its keys, but has not attended to them
 
     @cached_property
@@ -74,6 +75,14 @@ class EmptyLayer(DummyLayer):
     """A layer that mixes no tokens, such as one of experts alone."""
 
     sees = "nothing"
+
+
+class SharingLayer(EmptyLayer):
+    """A layer that attends to the keys and values of an earlier one, ``source``."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self.source, self.sees = source, f"the keys of layer {source}"
 
 
 class StateLayer(_Fixed, LinearAttentionLayer):
@@ -259,6 +268,24 @@ class IndexedLayer(ShardedLayer):
         """Forget all tokens."""
         super().reset()
         self.index = self.pools = self.columns = self.filling = None
+
+
+class IndexLayer(IndexedLayer):
+    """The indexer's keys alone, of a layer that attends to the keys of an earlier one, ``source``."""
+
+    def __init__(self, source: int, owner: ShardedLayer) -> None:
+        super().__init__()
+        self.source, self.owner, self.held = source, owner, owner.held
+
+    @property
+    def sees(self) -> str:
+        """What the layer's queries see, for errors and files."""
+        return f"the keys of layer {self.source}"
+
+    def reset(self) -> None:
+        """Forget all tokens, after the source has."""
+        super().reset()
+        self.held = self.owner.held
 
 
 def _not_parallelized() -> ValueError:
