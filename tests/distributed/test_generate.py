@@ -1,6 +1,7 @@
 """Generate over ranks: the tokens and logits of one process with transformers' own cache."""
 
 import copy
+import functools
 import shutil
 import sys
 from types import SimpleNamespace
@@ -758,6 +759,32 @@ def test_the_language_model_of_a_gemma_4_checkpoint_takes_a_cache(tmp_path):
 
     outs = over_ranks("gemma4", 2, lambda *both: generate(*both, ids, max_new_tokens=NEW), make=load)
     check_equal(outs, alone("gemma4-vision", ids, max_new_tokens=NEW), bound=2e-6)
+
+
+def of_the_middle(model, attached):
+    """Attach something to the module around a language model."""
+    around, hook = model.model, hf.token_wise(lambda *_: None)
+    if attached == "forward":
+        around.forward = functools.partial(type(around).forward, around)
+        return functools.partial(delattr, around, "forward")
+    before = attached == "hook before"
+    return (around.register_forward_pre_hook if before else around.register_forward_hook)(hook).remove
+
+
+@pytest.mark.parametrize("attached", ["forward", "hook", "hook before"])
+def test_what_is_attached_around_a_language_model_is_refused(attached):
+    """The cache would leave it out."""
+
+    def use(model, cache):
+        remove = of_the_middle(model, attached)
+        said = said_of(lambda: generate(model, cache, ids_of(80), max_new_tokens=2))
+        remove()
+        assert not cache.length and not cache.prefill_sent
+        return said, generate(model, cache, ids_of(80), max_new_tokens=2)
+
+    outs = over_ranks(VISION[0], 2, use)
+    assert all("model (" in said and "a cache over ranks would leave out; remove it" in said for said, _ in outs)
+    check_equal([out for _, out in outs], alone(VISION[0], ids_of(80), max_new_tokens=2))
 
 
 CHANGES = {

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from burst_attention.attention.batch import Chunked
 
 from ..layers.checks import MaskRequest, mask_request, shown
+from ..reading.attached import called, hooks_of
 from ..reading.configs import layer_windows
 from ..reading.forwards import body_name
 from ..reading.parts import around_language, language_model_of
@@ -58,11 +59,12 @@ def axes_of_positions(model: Any) -> int | None:
     Exchanges nothing, and computes with no weight.
 
     Raises:
-        ValueError: the model does more with text than to embed it.
+        ValueError: the model does more with text than to embed it, or something is attached to it.
     """
     kind, (around, name) = type(model).__name__, around_language(model)
     if around is model or getattr(around, name) is not language_model_of(model):
         raise ValueError(f"{kind} is a vision-language model around one with a head, which has no cache over ranks")
+    _check_attached(model, around)
     ids = torch.arange(model.get_input_embeddings().num_embeddings, device=model.device)[None]
     names = whole_arguments(model)
     types: dict[str, Any] = {each: torch.zeros_like(ids) for each in names if each.endswith(_TYPES)}
@@ -79,6 +81,18 @@ def axes_of_positions(model: Any) -> int | None:
     if len(axes) > 1:
         raise ValueError(f"{kind} has other positions with {sorted(types)}, which has no cache over ranks; {_REMEDY}")
     return axes.pop()
+
+
+def _check_attached(model: Any, around: Any) -> None:
+    """Refuse what is attached to the modules around the language model, which a cache does not call."""
+    for name, part in model.named_modules():
+        holds = part is not model and any(each is around for each in part.modules())
+        hook = next(iter(hooks_of(part)), vars(part).get("forward")) if holds else None
+        if hook is not None:
+            raise ValueError(
+                f"{name} ({type(part).__name__}) has the hook or forward {called(hook)}, which a cache over ranks "
+                f"would leave out; remove it, or {_REMEDY}"
+            )
 
 
 class _OtherError(Exception):
