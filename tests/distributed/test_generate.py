@@ -761,6 +761,23 @@ def test_the_language_model_of_a_gemma_4_checkpoint_takes_a_cache(tmp_path):
     check_equal(outs, alone("gemma4-vision", ids, max_new_tokens=NEW), bound=2e-6)
 
 
+def test_other_conversations_with_one_model_change_no_positions():
+    """transformers adds to a turn's positions what the call before left in the model: another batch's, or images'."""
+    first, second = ids_of(80, 2), ids_of(90, 3)
+
+    def use(model, cache):
+        out = generate(model, cache, first, max_new_tokens=2).sequences
+        generate(model, ShardedCache(model.config, cache.group), second, max_new_tokens=2)
+        said = torch.cat([out, ids_of(5, 2)], 1)
+        model.model.rope_deltas = left = torch.full((3, 1), -7)  # as images do
+        whole = generate(model, cache, **continued(said))
+        assert model.model.rope_deltas is left
+        return said, whole
+
+    for said, whole in over_ranks(VISION[0], 2, use):
+        check_equal([whole], alone(VISION[0], **continued(said)))
+
+
 def of_the_middle(model, attached):
     """Attach something to the module around a language model."""
     around, hook = model.model, hf.token_wise(lambda *_: None)

@@ -101,7 +101,8 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
     state.meeting.agree("generate", fields, details=details, **SAME)
     state.passed = argument
     try:
-        yield kwargs
+        with text_only.counted_anew(model) if sees else nullcontext():
+            yield kwargs
     finally:
         state.passed = state.fit = None
 

@@ -7,7 +7,8 @@ A call of that code without weights shows it, on every token of the vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from .vision import whole_arguments
 _PLACEHOLDER = re.compile(r"(image|img_context|video|audio|media_placeholder)_token_(id|index)")
 _TYPES = "token_type_ids"
 _FEATURES = "mm_encoder_outputs"  # generate passes an empty one
+_OFFSETS = "rope_deltas"
 _TAKEN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep")
 _REMEDY = "generate on one rank with transformers' own cache"
 
@@ -51,6 +53,24 @@ def check_ids(model: Any, ids: Tensor) -> None:
                 f"input_ids holds {token}, the configuration's {name}: images in the prompt have no cache over ranks; "
                 f"leave it out, or {_REMEDY}"
             )
+
+
+@contextmanager
+def counted_anew(model: Any) -> Iterator[None]:
+    """Let ``generate`` count positions of text alone; afterwards the model has again what its last call left in it.
+
+    Models with axes of positions keep how far those of the last call differ from its columns (5.24). They add it to the
+    positions of any later turn, also of another conversation.
+    """
+    around = around_language(model)[0]
+    kept = {name: value for name, value in vars(around).items() if name == _OFFSETS}
+    for name in kept:
+        setattr(around, name, None)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(around, name, value)
 
 
 def axes_of_positions(model: Any) -> int | None:
