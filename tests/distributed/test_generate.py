@@ -25,6 +25,7 @@ from tests.support.generating import (
     GREEDY,
     SHARED,
     alone,
+    available,
     check_equal,
     check_that_rank_1_is_named,
     error_of_killing_rank_1,
@@ -41,9 +42,9 @@ HYBRIDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each recurrent m
 VISION = ("qwen3_vl-vision", "gemma3-vision")  # with images, which no cache over ranks takes; text alone works
 # tests/tools/vision_families.py compares all types. Here: layers that get positions in time and space, a forward that
 # takes no number of logits, recurrent layers, blocks of keys.
-OWN_VISION = ("glm4v_moe-vision", "minicpm_ocr-vision")
-OTHER_VISION = ("idefics3-vision", "qwen3_5-vision", "minimax_m3_vl-vision")
-LONG_VISION = ("gemma3-vision", "hy_v4_vl-vision", "mistral_large4-vision", "glm5_next-vision")
+OWN_VISION = available("glm4v_moe-vision", "minicpm_ocr-vision")
+OTHER_VISION = available("idefics3-vision", "qwen3_5-vision", "minimax_m3_vl-vision")
+LONG_VISION = available("gemma3-vision", "hy_v4_vl-vision", "mistral_large4-vision", "glm5_next-vision")
 SHARING = (f"gemma4_text{SHARED}", f"gemma3n_text{SHARED}")
 OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
 NEW = 12

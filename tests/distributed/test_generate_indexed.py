@@ -17,6 +17,7 @@ from tests.distributed.test_mesh import mesh_of
 from tests.support.generating import (
     GREEDY,
     alone,
+    available,
     certain_ids,
     check_equal,
     generate,
@@ -30,7 +31,7 @@ from tests.support.indexed_models import CACHED, COUNT, Choices, noting_choices
 NEW = 12
 BLOCKS = "minimax_m3_vl"
 POOLS = "glm5_next-vision"
-VISION = ("hy_v4_vl-vision", "mistral_large4-vision", POOLS)  # on text alone
+VISION = available("hy_v4_vl-vision", "mistral_large4-vision", POOLS)  # on text alone
 EVERYDAY = ("deepseek_v32", "glm_moe_dsa", BLOCKS)
 
 

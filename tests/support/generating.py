@@ -73,6 +73,11 @@ TEXTS = {
 }
 
 
+def available(*names):
+    """Return those of these vision-language models that the installed transformers has."""
+    return tuple(name for name in names if name.removesuffix(VISION) in CONFIG_MAPPING)
+
+
 @functools.cache
 def model_of(name, implementation="burst"):
     """Return a model in fp32, the same under every attention; with an indexer, or of another type, in fp64."""
