@@ -22,13 +22,18 @@ def build_empty(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return a causal language model's decoder layers; ValueError if it has none, several lists, or images."""
+def check_text_alone(model: Any) -> None:
+    """Raise ValueError for a model with an image encoder."""
     if getattr(model.config, "vision_config", None) is not None:
         raise ValueError(
             f"{type(model).__name__} has an image encoder, and --data holds text only; train it by hf.parallelize and "
             "a trainer"
         )
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return a causal language model's decoder layers; ValueError if it has none, several lists, or images."""
+    check_text_alone(model)
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
     stacks = [part for part in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in part)]
     if len(stacks) != 1:

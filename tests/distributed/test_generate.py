@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -777,6 +778,27 @@ def test_other_conversations_with_one_model_change_no_positions():
 
     for said, whole in over_ranks(VISION[0], 2, use):
         check_equal([whole], alone(VISION[0], **continued(said)))
+
+
+def with_adapter_of_embeddings(name, implementation="burst"):
+    model = copy.deepcopy(model_of(name, implementation))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False), model)
+    for own, x in model.named_parameters():
+        if "lora" in own:
+            torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(len(own)))
+    return model.double().eval()
+
+
+def test_an_adapter_of_a_vision_language_models_embeddings():
+    expected = with_adapter_of_embeddings(VISION[0], "eager").generate(ids_of(80), **GREEDY | {"max_new_tokens": NEW})
+    outs = over_ranks(
+        VISION[0],
+        2,
+        lambda model, cache: generate(model, cache, ids_of(80), max_new_tokens=NEW),
+        make=with_adapter_of_embeddings,
+    )
+    check_equal(outs, expected)
+    assert not torch.equal(expected.sequences, alone(VISION[0], ids_of(80), max_new_tokens=NEW).sequences)
 
 
 def of_the_middle(model, attached):

@@ -234,6 +234,9 @@ def test_a_model_that_also_sees_images_continues_text(pools, folder, tmp_path):
     ids = tokenizer(prompt.read_text())["input_ids"]
     expected = expected_text(path, ids, 8, AutoModelForImageTextToText)
     assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *expected]
+    words = ("--model", path, "--prompt", prompt, "--max-new-tokens", 2, "--shard-weights")
+    status, said = burst(*words, ranks=pools(2))
+    assert status == 1 and "--shard-weights: " in flat(said) and "can't be sharded" in flat(said)
 
 
 def test_a_model_that_continues_no_text_is_refused(folder, tmp_path, capsys):

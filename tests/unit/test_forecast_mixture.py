@@ -16,6 +16,7 @@ from burst_train.forecast.models import Model, model_of
 from burst_train.forecast.request import Cluster, Device, ForecastRequest
 from burst_train.forecast.serving import served
 from burst_train.memory import Saving
+from tests.support.vision_models import tiny_config as tiny_vision
 from tests.tools.families import tiny_config
 
 TOKENS = 64
@@ -90,6 +91,7 @@ def test_dense_layers_are_no_mixtures(family, changes, count):
         ("zaya", {}, "its router does not choose the best of its 4 experts alone"),  # a token may skip them
         ("gemma4_text", {"enable_moe_block": True}, "Gemma4TextDecoderLayer does not run on hidden states alone"),
         ("inkling2_text", {}, "has weights .scale of Inkling2ScaledL2Clip. whose work is not predicted"),
+        ("dory", {}, r"runs layers several times \(n_recurrent_loops=2\)"),
         ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "has quantised experts .quantization_config"),
     ],
 )
@@ -191,6 +193,12 @@ def test_a_model_without_a_causal_one_is_refused_in_one_line(family, images, tmp
     assert text.startswith(f"--model {str(tmp_path)!r}: model_type={family!r} of the configuration")
     assert "\n" not in text and len(text) < 300 and ("a vision-language model" in text) == images
     assert text.endswith("train it by hf.parallelize and a trainer")
+
+
+def test_a_causal_model_with_an_image_encoder_is_refused_for_that(tmp_path):
+    tiny_vision("gemma3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration has an image encoder, and --data holds text"):
+        model_of(str(tmp_path))
 
 
 def test_a_mixture_of_a_folder_is_read(tmp_path):

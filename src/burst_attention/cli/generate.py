@@ -193,7 +193,10 @@ def _generate(arguments: GenerateArguments) -> None:
             model = model.to(context.device)
         hf.parallelize(model, context.everyone, timeout=arguments.timeout)
         if arguments.shard_weights:
-            shard_weights(model, context.everyone)
+            try:
+                shard_weights(model, context.everyone)
+            except ValueError as error:  # on every rank
+                raise launch.RefusedError(f"--shard-weights: {error}") from None
         options: dict[str, Any] = {"timeout": arguments.timeout, "prefill_chunk": arguments.prefill_chunk}
         if arguments.load_cache is None:
             cache = ShardedCache(model.config, context.everyone, **options)

@@ -38,6 +38,7 @@ _STATES = {
     "Mamba 2": ("num_heads", "head_dim", "ssm_state_size"),
 }
 LINEAR = (nn.Linear, Conv1D)
+_LOOPS = "n_recurrent_loops"  # of Dory
 _CONNECTIONS = ("HyperConnection", "HyperHead")  # ends of the names of classes that mix streams of hidden states
 
 
@@ -65,6 +66,7 @@ class Model(Heads):
         config = config.get_text_config(decoder=True)
         model, heads = build_empty(config), Heads.of(config)
         reaches, layers, indexed = hf.attention_windows(model), decoder_layers(model), hf.indexed_layers(model)
+        _check_runs(config)
         indexers = [each for each in model.modules() if type(each).__name__.endswith("Indexer")]
         if len(indexers) != sum(each is not None and each.chooses for each in indexed):
             kind = type(indexers[0]).__name__
@@ -192,6 +194,13 @@ def _read(config: Any, name: str, rope_scaling: str | None) -> Model:
         return Model.read(config, name)
     except ValueError as error:
         raise ValueError(f"--model {name!r} {error}") from None
+
+
+def _check_runs(config: Any) -> None:
+    """Refuse a model that runs layers several times in a call: their weights are counted once."""
+    loops = getattr(config, _LOOPS, None) or 1
+    if loops > 1:
+        raise ValueError(f"runs layers several times ({_LOOPS}={loops}), whose work is not predicted")
 
 
 def padded(weights: Iterable[Matrix], ranks: int) -> int:

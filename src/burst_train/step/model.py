@@ -27,7 +27,7 @@ from ..memory import MemoryConfig
 from ..presets import POSITIONS, PRESETS
 from ..run.folder import first_line
 from ..strategies import Heads, Sharing
-from ..structure import build_empty, decoder_layers
+from ..structure import build_empty, check_text_alone, decoder_layers
 from .compare import NAME as WHOLE_SEQUENCE
 from .compare import Compared, register
 from .lora import add_adapters
@@ -111,8 +111,9 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
             f"--model {model!r} is not a preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
         ) from error
     try:
-        hf.check_config(config, training=training, layout=layout)
         empty = build_empty(config)
+        check_text_alone(empty)
+        hf.check_config(config, training=training, layout=layout)
         _check_parts(config, empty)
     except ValueError as error:
         # The commands run every model as on shards, also on one rank; hf.parallelize leaves it as it is there.

@@ -85,7 +85,8 @@ def axes_of_positions(model: Any) -> int | None:
     if around is model or getattr(around, name) is not language_model_of(model):
         raise ValueError(f"{kind} is a vision-language model around one with a head, which has no cache over ranks")
     _check_attached(model, around)
-    ids = torch.arange(model.get_input_embeddings().num_embeddings, device=model.device)[None]
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None) or language_model_of(model).config.vocab_size
+    ids = torch.arange(rows, device=model.device)[None]  # an adapter names no rows
     names = whole_arguments(model)
     types: dict[str, Any] = {each: torch.zeros_like(ids) for each in names if each.endswith(_TYPES)}
     types |= {each: {} for each in names & {_FEATURES}}
