@@ -283,7 +283,7 @@ def notes(request: ForecastRequest, results: list[Forecast]) -> Iterator[str]:
         every, again = (bytes_text(request.choices(remat)) for remat in ("none", "layer"))
         yield f"The memory of a rank includes {every} of chosen keys until the backward; with --remat layer {again}."
     if request.model.mixtures and results:
-        yield "The seconds of experts were never compared with measured ones: small or many experts take longer."
+        yield "The seconds of experts were compared in one small case alone: small or many experts take longer."
     name, positions = request.model.name, request.model.positions
     if request.too_long and request.rope_scaling is None:
         factor = ceil(request.seq_len / request.joined / (positions or 1))
