@@ -89,7 +89,7 @@ def over_ranks(model_type: str, seed: int, texts: list[torch.Tensor], folder: st
 
 
 class Pools:
-    """Processes of each number of ranks; after an error they are started anew. Use as a context manager."""
+    """Processes of each number of ranks; after an error new ones are started. Use as a context manager."""
 
     def __init__(self) -> None:
         self._pools: dict[int, WorkerPool] = {}

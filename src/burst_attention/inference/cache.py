@@ -20,7 +20,7 @@ from burst_attention.attention.plan import Plan
 from burst_attention.comm.lines import open_lines
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
 from burst_attention.integrations.hf.layers.checks import UNSTATED
-from burst_attention.integrations.hf.layers.dealt import DealtCache, Step
+from burst_attention.integrations.hf.layers.dealt import ON_ONE_RANK, DealtCache, Step
 from burst_attention.integrations.hf.reading import known
 from burst_attention.integrations.hf.reading.configs import by_layer, layer_windows
 from burst_attention.integrations.hf.tensor import axis
@@ -32,7 +32,6 @@ from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
 _INDEXED = (known.INDEXED, known.BLOCKS)
 _KINDS = ("full_attention", "sliding_attention", known.CHUNKED, *_INDEXED, "linear_attention", "conv", "mlp", "moe")
-_ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 _CHOICE = ("index_topk", "index_topk_blocks", "index_block_size", "index_local_blocks", "indexer_types", "index_kpool")
 
@@ -496,17 +495,17 @@ def _layers_of(config: Any) -> list[Layer]:
         for kind in listed:
             if kind not in _KINDS:
                 raise ValueError(
-                    f"{attribute} of the configuration has {kind!r}, which has no cache over ranks; {_ALONE}"
+                    f"{attribute} of the configuration has {kind!r}, which has no cache over ranks; {ON_ONE_RANK}"
                 )
         if listed and not any(known.LAYERS[kind] == "attention" for kind in listed):
             raise ValueError(
                 f"{attribute} of the configuration has no attention, so its states have a fixed size and need no "
-                f"cache over ranks; {_ALONE}"
+                f"cache over ranks; {ON_ONE_RANK}"
             )
     if getattr(config, "number_of_conv_states", 1) != 1:
         raise ValueError(
             f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
-            f"state per layer; {_ALONE}"
+            f"state per layer; {ON_ONE_RANK}"
         )
     kinds = getattr(config, "layer_types", None) or _KINDS[:1] * config.num_hidden_layers
     pool = getattr(config, "index_kpool", None) or 0

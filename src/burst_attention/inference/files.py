@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layer import IndexedLayer, ShardedLayer, StateLayer
+from .layer import SHARED, IndexedLayer, ShardedLayer, StateLayer
 from .slots import PAGE
 
 MANIFEST, VERSION = "cache.json", 2
@@ -105,7 +105,7 @@ def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[
                 if f"{number}.state" in opened[0].keys():  # noqa: SIM118
                     layer.update_recurrent_state(opened[0].get_tensor(f"{number}.state"))
             elif held:
-                for name in ("pools", "columns") if isinstance(layer, IndexedLayer) and layer.pool else ():
+                for name in SHARED if isinstance(layer, IndexedLayer) and layer.pool else ():
                     if f"{number}.{name}" in opened[0].keys():  # noqa: SIM118
                         setattr(layer, name, opened[0].get_tensor(f"{number}.{name}"))
                 _read_pages(layer, number, [(opened[n], slots[n][number]) for n in held], rank, world)

@@ -20,7 +20,7 @@ from burst_attention.integrations.hf.call.generate import SAME, check_clocks, na
 from burst_attention.integrations.hf.call.rows import rows_of
 from burst_attention.integrations.hf.layers import converted
 from burst_attention.integrations.hf.layers.checks import shown
-from burst_attention.integrations.hf.layers.dealt import Step, passed
+from burst_attention.integrations.hf.layers.dealt import ON_ONE_RANK, Step, passed
 from burst_attention.integrations.hf.reading import Kind, forwards, known, models, read
 from burst_attention.integrations.hf.reading.parts import text_of
 from burst_attention.integrations.hf.running import RunningPlans, running
@@ -35,10 +35,7 @@ _TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to
 _SILENT = ("return_dict", "cache_position")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _OF_MODES = ("num_beams", "prompt_lookup_num_tokens", "penalty_alpha")
-_OTHER_MODE = (
-    "a cache over ranks serves greedy search and sampling; leave it out, or generate on one rank with transformers' "
-    "own cache"
-)
+_OTHER_MODE = f"a cache over ranks serves greedy search and sampling; leave it out, or {ON_ONE_RANK}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +98,7 @@ def generating(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arg
     state.meeting.agree("generate", fields, details=details, **SAME)
     state.passed = argument
     try:
-        with text_only.counted_anew(model) if sees else nullcontext():
+        with text_only.positions_of_text(model) if sees else nullcontext():
             yield kwargs
     finally:
         state.passed = state.fit = None

@@ -18,7 +18,7 @@ from burst_attention.attention.plan import Plan
 
 from .slots import PAGE, Held, Hole, first_needed, ranges_of
 
-_SHARED = ("pools", "columns")  # of a layer whose indexer pools keys
+SHARED = ("pools", "columns")  # of a layer whose indexer pools keys
 _NO_BEAMS = "a cache over ranks can't be reordered; generate greedily or by sampling"
 
 
@@ -211,8 +211,9 @@ class IndexedLayer(ShardedLayer):
     """A layer whose queries attend to keys that an indexer chose; it holds the indexer's keys of the same tokens.
 
     ``index`` [B, 1, capacity, D]; None in a layer that takes the choice of one before. ``blocks``: the indexer chooses
-    blocks of keys, counted from the first slot. ``pool``: it chooses among pools of so many keys. Then every rank has
-    the keys of all ``pools`` [B, n, D] and the last tokens' states, ``columns`` [B, C, pool], in place of ``index``.
+    blocks of keys, counted from the first slot. ``pool``: keys of a pool, if it chooses among pools; else 0. Every
+    rank then has the keys of all ``pools`` [B, n, D] and the last tokens' states, ``columns`` [B, C, pool], in place of
+    ``index``.
     """
 
     def __init__(self, *, blocks: bool = False, pool: int = 0) -> None:
@@ -252,7 +253,7 @@ class IndexedLayer(ShardedLayer):
 
     def shared(self) -> dict[str, Tensor]:
         """Return what every rank holds, by name."""
-        return {name: x for name in _SHARED if (x := getattr(self, name)) is not None}
+        return {name: x for name in SHARED if (x := getattr(self, name)) is not None}
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and the indexer's keys on this rank, with the room for more."""
@@ -261,7 +262,7 @@ class IndexedLayer(ShardedLayer):
     def move(self, device: torch.device) -> None:
         """Move what is stored to a device."""
         super().move(device)
-        for name in ("index", *_SHARED):
+        for name in ("index", *SHARED):
             setattr(self, name, None if (x := getattr(self, name)) is None else x.to(device))
 
     def reset(self) -> None:

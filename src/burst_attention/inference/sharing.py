@@ -7,6 +7,7 @@ from typing import Any
 
 from burst_attention.attention.batch import Reach
 from burst_attention.integrations.hf.classes import stock_class
+from burst_attention.integrations.hf.layers.dealt import ON_ONE_RANK
 from burst_attention.integrations.hf.reading import Reading
 from burst_attention.integrations.hf.reading.forwards import parameters_of
 
@@ -15,7 +16,6 @@ from .layer import shown_reach
 _LAST = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")  # whose last layers share
 _LATENTS = ("mistral_large4_text",)
 _ARGUMENT = "shared_kv_states"  # by which layers hand keys and values on
-_ALONE = "generate on one rank with transformers' own cache"
 
 
 def sources_of(config: Any, reaches: Sequence[Reach]) -> dict[int, int]:
@@ -39,7 +39,7 @@ def sources_of(config: Any, reaches: Sequence[Reach]) -> dict[int, int]:
     elif count or listed or not {*(getattr(config, "kv_sharing_modes", None) or ())} <= {None, "store"}:
         raise ValueError(
             f"layers of the configuration share keys and values, and where those of {kind!r} get them is unknown; "
-            f"{_ALONE}"
+            f"{ON_ONE_RANK}"
         )
     else:
         return {}
@@ -54,7 +54,7 @@ def sources_of(config: Any, reaches: Sequence[Reach]) -> dict[int, int]:
             why = f"of layer {source}, but sees {shown_reach(reaches[n])}, and that one {shown_reach(reaches[source])}"
         else:
             continue
-        raise ValueError(f"layer {n} of the configuration takes keys and values {why}; {_ALONE}")
+        raise ValueError(f"layer {n} of the configuration takes keys and values {why}; {ON_ONE_RANK}")
     return sources
 
 
@@ -70,5 +70,5 @@ def check_sharing(body: Reading, sources: dict[int, int], argument: str) -> None
         ):
             raise ValueError(
                 f"{argument}: {part} {'shares' if shares else 'has its own'} keys and values, which is not what its "
-                f"configuration says; {_ALONE}"
+                f"configuration says; {ON_ONE_RANK}"
             )

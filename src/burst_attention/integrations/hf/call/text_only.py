@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from burst_attention.attention.batch import Chunked
 
 from ..layers.checks import MaskRequest, mask_request, shown
+from ..layers.dealt import ON_ONE_RANK
 from ..reading.attached import called, hooks_of
 from ..reading.configs import layer_windows
 from ..reading.forwards import body_name
@@ -31,7 +32,6 @@ _TYPES = "token_type_ids"
 _FEATURES = "mm_encoder_outputs"  # generate passes an empty one
 _OFFSETS = "rope_deltas"
 _TAKEN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep")
-_REMEDY = "generate on one rank with transformers' own cache"
 
 
 def check_arguments(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def check_arguments(model: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         value = kept.pop(name)
         types = name.endswith(_TYPES) and isinstance(value, Tensor) and not bool(value.any())
         if value is not None and not (name == _FEATURES and value == {}) and not types:
-            raise ValueError(f"{name}={shown(value)}: images in the prompt have no cache over ranks; {_REMEDY}")
+            raise ValueError(f"{name}={shown(value)}: images in the prompt have no cache over ranks; {ON_ONE_RANK}")
     return kept
 
 
@@ -51,12 +51,12 @@ def check_ids(model: Any, ids: Tensor) -> None:
         if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((ids == token).any()):
             raise ValueError(
                 f"input_ids holds {token}, the configuration's {name}: images in the prompt have no cache over ranks; "
-                f"leave it out, or {_REMEDY}"
+                f"leave it out, or {ON_ONE_RANK}"
             )
 
 
 @contextmanager
-def counted_anew(model: Any) -> Iterator[None]:
+def positions_of_text(model: Any) -> Iterator[None]:
     """Let ``generate`` count positions of text alone; afterwards the model has again what its last call left in it.
 
     Models with axes of positions keep how far those of the last call differ from its columns (5.24). They add it to the
@@ -97,10 +97,13 @@ def axes_of_positions(model: Any) -> int | None:
         except Exception as error:
             why = str(error) if isinstance(error, _OtherError) else f"raises {type(error).__name__}: {error}"
             raise ValueError(
-                f"{kind} is a vision-language model that has no cache over ranks: with text alone it {why}; {_REMEDY}"
+                f"{kind} is a vision-language model that has no cache over ranks: with text alone it {why}; "
+                f"{ON_ONE_RANK}"
             ) from error
     if len(axes) > 1:
-        raise ValueError(f"{kind} has other positions with {sorted(types)}, which has no cache over ranks; {_REMEDY}")
+        raise ValueError(
+            f"{kind} has other positions with {sorted(types)}, which has no cache over ranks; {ON_ONE_RANK}"
+        )
     return axes.pop()
 
 
@@ -112,7 +115,7 @@ def _check_attached(model: Any, around: Any) -> None:
         if hook is not None:
             raise ValueError(
                 f"{name} ({type(part).__name__}) has the hook or forward {called(hook)}, which a cache over ranks "
-                f"would leave out; remove it, or {_REMEDY}"
+                f"would leave out; remove it, or {ON_ONE_RANK}"
             )
 
 

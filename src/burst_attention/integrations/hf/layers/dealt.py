@@ -18,6 +18,8 @@ from burst_attention.recurrence.pools import PastPools
 from ..reading import known
 from . import checks
 
+ON_ONE_RANK = "generate on one rank with transformers' own cache"  # the remedy of refusals
+
 
 class DealtCache(Cache):
     """A cache that each rank holds a part of: the base of :class:`burst_attention.inference.ShardedCache`.
